@@ -1,0 +1,40 @@
+# Everything needs only Python 3.11 or newer. Each target does its own set-up and may be repeated.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORKDIR ?= runs/quickstart
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: quickstart test lint clean
+
+# The package itself, for running it.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+# What tests and checks need besides. PyTorch is the CPU build, and only an oracle for the tests;
+# bfcl-eval without its dependencies: its engine and data need none of the API clients that it lists.
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --group dev
+	$(BIN)/python -m pip install --quiet 'torch==2.13.0'
+	$(BIN)/python -m pip install --quiet --no-deps 'bfcl-eval==2026.3.23'
+	$(BIN)/python -m pip install --quiet 'mpmath==1.3.0'
+	touch $@
+
+quickstart: $(VENV)/.installed
+	$(BIN)/actionopd train --config configs/quickstart.py --workdir $(WORKDIR)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .import_linter_cache

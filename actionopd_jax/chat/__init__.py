@@ -1,0 +1,1 @@
+"""Between text and actions: chat template to prompt ids within a budget, response ids to `Action`."""

@@ -1,0 +1,1 @@
+"""Environments, one file or folder each; `load` finds them by name and imports them only when used."""

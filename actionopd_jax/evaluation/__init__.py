@@ -1,0 +1,1 @@
+"""Greedy evaluation, pass^k, result tables."""

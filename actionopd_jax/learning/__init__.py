@@ -1,0 +1,1 @@
+"""The numbers of the method: rewards, advantages, prefix trees, packing, surrogate."""

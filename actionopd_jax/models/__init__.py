@@ -1,0 +1,1 @@
+"""The student: decoder, attention, log-probabilities, Hugging Face weights, embedded sampler."""

@@ -1,0 +1,1 @@
+"""Collecting: one state group, one trajectory, many at once, and the durable record of them."""

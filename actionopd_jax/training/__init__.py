@@ -1,0 +1,1 @@
+"""Updating: optimizer state, the update step, checkpoints, metrics, the task mixture."""
