@@ -50,7 +50,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Appends one line and returns once it is on disk."""
+    """Appends one line and returns once it is on disk. After a restart, `rewrite_lines` with the `complete_lines` first."""
     if b"\n" in line:
         raise ValueError(f"a line for {path} contains a line break")
     is_new = not path.exists()
@@ -128,7 +128,7 @@ def lock(path: Path) -> Iterator[None]:
             file.seek(0)
             holder = file.read().strip()
             raise RunStateError(
-                f"work directory {path} is in use by process {holder or '(unknown)'}; wait for it, or choose another --workdir"
+                f"work directory {path} is in use by process {holder or '?'}; wait for it, or choose another --workdir"
             ) from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
@@ -138,7 +138,7 @@ def lock(path: Path) -> Iterator[None]:
 
 def what_matters(config: settings.RunConfig) -> JsonObject:
     """The settings that a continued run must share with its start, as plain JSON values."""
-    mapping = msgspec.to_builtins(settings.to_mapping(config))
+    mapping = msgspec.json.decode(msgspec.json.encode(settings.to_mapping(config)))  # as config.json gives it back
     return {key: value for key, value in mapping.items() if key not in FREE_ON_RESUME}
 
 
@@ -172,8 +172,8 @@ def _refuse_other_settings(file: Path, config: settings.RunConfig) -> None:
     differences = list(_differences(before, now)) or ["digest: it was edited by hand"]
     more = "" if len(differences) <= _MAX_NAMED_KEYS else f", and {len(differences) - _MAX_NAMED_KEYS} more"
     raise RunStateError(
-        f"work directory {file.parent} belongs to a run with other settings ({'; '.join(differences[:_MAX_NAMED_KEYS])}{more}); "
-        "use its settings, or choose another --workdir"
+        f"work directory {file.parent} belongs to a run with other settings "
+        f"({'; '.join(differences[:_MAX_NAMED_KEYS])}{more}); use its settings, or choose another --workdir"
     )
 
 
