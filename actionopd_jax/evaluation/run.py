@@ -42,10 +42,8 @@ async def evaluate(
     identity plays only what is missing, and once more the episodes whose environment failed; more
     tasks or trials may be asked for then.
 
-    Args:
-        identity: everything that determines an episode besides task and trial: student and its
-            version, suite version, decoding settings, limits, seed.
-        seed: of the bootstrap interval.
+    `identity` names everything that determines an episode besides task and trial: student and its
+    version, suite version, decoding settings, limits, seed. `seed` is that of the bootstrap interval.
 
     Raises:
         RunStateError: `records` is damaged or belongs to another identity.

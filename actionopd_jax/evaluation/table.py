@@ -36,10 +36,7 @@ def result_table(results: Mapping[str, EvaluationResult], title: str = "") -> Ta
         cells = ["-" if value is None else percent(value) for value in shares]
         table.add_row(name, *cells, *([_gain(*shares)] if has_gain else []))
         if name == "success %":
-            intervals = [
-                f"{percent(result.success_interval[0])} to {percent(result.success_interval[1])}" for result in columns
-            ]
-            table.add_row("  95 % interval", *intervals)
+            table.add_row("  95 % interval", *(" to ".join(map(percent, result.success_interval)) for result in columns))
     table.add_row("decisions per episode", *(f"{result.decisions:.1f}" for result in columns))
     table.add_row("response tokens per episode", *(f"{result.response_tokens:.0f}" for result in columns))
     for end in sorted({end for result in columns for end in result.ends}):
