@@ -10,7 +10,7 @@ import msgspec
 from actionopd_jax.chat.actions import parse_reply
 from actionopd_jax.errors import RunStateError
 from actionopd_jax.protocols import ChatModel, ChatRequest
-from actionopd_jax.records import ChatReply, Invalid, State, Task, TeacherSample, digest
+from actionopd_jax.records import Action, ChatReply, Invalid, InvalidReason, State, Task, TeacherSample, digest, encode
 from actionopd_jax.services.cache import Cache
 from actionopd_jax.services.inflight import InFlight
 
@@ -89,7 +89,7 @@ class MultisetTeacher:
         for attempt in range(self._retries + 1):
             reply = await self._reply(ChatRequest(state, task, (index, attempt)))
             self.counts.retries += attempt > 0
-            action = parse_reply(reply, state)
+            action = _action(reply, state)
             if not isinstance(action, Invalid):
                 return TeacherSample(action, attempt + 1, reply)
             self.counts.invalid += 1
@@ -122,6 +122,14 @@ class MultisetTeacher:
         if self._limit is None or self._limit[0] is not loop:  # a semaphore serves the loop that it was made in
             self._limit = (loop, asyncio.Semaphore(self._concurrency))
         return self._limit[1]
+
+
+def _action(reply: ChatReply, state: State) -> Action:
+    try:
+        encode(reply)  # a sample is recorded with its whole reply: lone surrogates in any part of it spoil it
+    except UnicodeEncodeError as error:
+        return Invalid(InvalidReason.ENCODING, str(error))
+    return parse_reply(reply, state)
 
 
 def _encode(reply: ChatReply) -> bytes:
