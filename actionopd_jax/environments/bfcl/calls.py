@@ -40,8 +40,10 @@ def literal_fault(value: Any, depth: int = 0) -> str | None:
     if depth > _MAX_DEPTH:
         return "nested too deeply"
     match value:
+        case dict() if not all(isinstance(key, str) for key in value):
+            return "object key is not a string"
         case list() | dict():
-            items = value if isinstance(value, list) else [*value, *value.values()]
+            items = value if isinstance(value, list) else value.values()
             return next((fault for item in items if (fault := literal_fault(item, depth + 1))), None)
         case int() if value.bit_length() > _MAX_INTEGER_BITS:
             return "integer too large"

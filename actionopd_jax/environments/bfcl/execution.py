@@ -5,11 +5,13 @@ precision of `mpmath`), so tools and checker run one at a time in a process.
 """
 
 import copy
+import functools
 import inspect
 import json
+import textwrap
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from actionopd_jax.environments.bfcl import data
@@ -66,9 +68,9 @@ def _too_costly(name: str, arguments: Mapping[str, Any]) -> str | None:
         if isinstance(value, int | float) and abs(value) > _MAX_DIGITS:
             return f"{digits} of {name} must be at most {_MAX_DIGITS}"
     base, exponent = arguments.get("base"), arguments.get("exponent")
-    exact = name == "power" and isinstance(base, int) and isinstance(exponent, int)
-    if exact and base.bit_length() * abs(exponent) > _MAX_POWER_BITS:
-        return "the result of power is too large"
+    match base, exponent:
+        case int(), int() if name == "power" and base.bit_length() * abs(exponent) > _MAX_POWER_BITS:
+            return "the result of power is too large"
     return None
 
 
@@ -96,7 +98,12 @@ def _text(result: Any) -> str:
 def source(entry: data.Entry, tool_name: str) -> str | None:
     """Source of the method behind a tool."""
     tool = entry.tools.get(tool_name)
-    return None if tool is None else inspect.cleandoc("\n" + inspect.getsource(tool.function))
+    return None if tool is None else _source(tool.function)
+
+
+@functools.cache  # parsing a whole module for one method is slow, and every match asks
+def _source(function: Callable[..., Any]) -> str:
+    return textwrap.dedent(inspect.getsource(function))
 
 
 def check(entry: data.Entry, turns: Sequence[Sequence[ToolCall]]) -> JsonObject:
