@@ -15,8 +15,7 @@ from actionopd_jax.learning.prefix_tree import SortedRows
 Span = tuple[int, int]
 """Rows `start` to `stop - 1` of the sorted order: one tree."""
 
-_BLOCK = 128  # bins are whole attention blocks
-_SMALLEST_BIN = 256
+_BLOCK = 256  # smaller bins stay whole attention blocks
 _CHEAP_CUT_FRACTIONS = (512, 64, 16)  # plans also cut wherever a cut repeats at most bin_tokens / this
 _SLACK = 1.1  # a larger bin is preferred while it costs at most this much more: fewer compiled shapes
 
@@ -38,7 +37,7 @@ class BinPlan:
 def bin_lengths(bin_tokens: int, longest_row: int) -> tuple[int, ...]:
     """`bin_tokens` and its halvings that still hold the longest row, longest first."""
     lengths = [bin_tokens]
-    while (half := lengths[-1] // 2) >= max(_SMALLEST_BIN, longest_row) and half % _BLOCK == 0 and lengths[-1] % 2 == 0:
+    while (half := lengths[-1] // 2) >= max(_BLOCK, longest_row) and lengths[-1] % (2 * _BLOCK) == 0:
         lengths.append(half)
     return tuple(lengths)
 
