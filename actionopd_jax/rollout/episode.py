@@ -72,7 +72,7 @@ async def play(
         if isinstance(response.action, Invalid):
             invalid_reason = response.action.reason.value
             return End(EndReason.INVALID_ACTION, f"{invalid_reason}: {response.action.detail}")
-        return Chosen(response.action, response.message)
+        return Chosen.of(response) or End(EndReason.INVALID_ACTION)
 
     outcome = await interact(suite, task, student.prompts, max_decisions, environment_timeout_s, decide)
     return Episode(

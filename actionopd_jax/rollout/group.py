@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 
 from actionopd_jax import seeds
-from actionopd_jax.chat.actions import Response
 from actionopd_jax.chat.prompt import Prompt
 from actionopd_jax.errors import ServiceError
 from actionopd_jax.learning.rewards import RewardKind, reward
@@ -108,11 +107,7 @@ async def collect_group(
         committed=committed,
         policy_version=name.policy_version,
     )
-    return CollectedGroup(group, None if committed is None else _chosen(answers[committed][1]))
-
-
-def _chosen(response: Response) -> Chosen | None:
-    return None if isinstance(response.action, Invalid) else Chosen(response.action, response.message)
+    return CollectedGroup(group, None if committed is None else Chosen.of(answers[committed][1]))
 
 
 async def _judge(

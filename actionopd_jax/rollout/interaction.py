@@ -6,6 +6,7 @@ Collecting and evaluating differ only in how a decision is made; everything else
 import dataclasses
 from collections.abc import Awaitable, Callable
 
+from actionopd_jax.chat.actions import Response
 from actionopd_jax.chat.prompt import ContextOverflow, Prompt
 from actionopd_jax.errors import EnvironmentFailure
 from actionopd_jax.protocols import Suite
@@ -13,6 +14,7 @@ from actionopd_jax.records import (
     ChatMessage,
     End,
     EndReason,
+    Invalid,
     Observation,
     Score,
     State,
@@ -29,6 +31,13 @@ class Chosen:
 
     action: ValidAction
     message: ChatMessage
+
+    @classmethod
+    def of(cls, response: Response) -> "Chosen | None":
+        """What executing a response means; None when it is no action."""
+        if isinstance(response.action, Invalid) or response.message is None:
+            return None
+        return cls(response.action, response.message)
 
 
 Decide = Callable[[EnvironmentWorker, Prompt, int], Awaitable[Chosen | End]]
