@@ -95,6 +95,6 @@ def _resume(records: Path, identity: JsonObject) -> dict[tuple[str, int], Episod
     if encode(stored) != header:
         was, now = stored.identity, msgspec.json.decode(encode(identity))
         names = ", ".join(sorted(key for key in {*was, *now} if was.get(key) != now.get(key)))
-        raise RunStateError(f"evaluation records {records} belong to another evaluation ({names} differ); delete the file")
+        raise RunStateError(f"evaluation records {records} belong to another evaluation (other {names}); delete the file")
     rewrite_lines(records, lines)
     return {(episode.task.key, episode.trial): episode for episode in episodes}
