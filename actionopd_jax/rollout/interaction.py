@@ -91,7 +91,7 @@ async def interact(
     An environment that fails ends its own episode, without a score. Every other error (a service, the
     configuration) propagates.
     """
-    episode = _Episode(suite, task, prompts, max_decisions, decide)
+    episode = _Episode(suite.name, prompts, max_decisions, decide)
     async with EnvironmentWorker(suite, task, timeout_s) as environment:
         try:
             end = await episode.run(environment)
@@ -102,12 +102,11 @@ async def interact(
 
 
 class _Episode:
-    def __init__(self, suite: Suite, task: Task, prompts: PromptSource, max_decisions: int, decide: Decide) -> None:
-        self._history = History(suite.name)
+    def __init__(self, environment: str, prompts: PromptSource, max_decisions: int, decide: Decide) -> None:
+        self._history = History(environment)
         self._prompts = prompts
         self._max_decisions = max_decisions
         self._decide = decide
-        self._task = task
         self.steps = 0
 
     async def run(self, environment: EnvironmentWorker) -> End:
