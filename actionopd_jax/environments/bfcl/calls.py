@@ -37,14 +37,9 @@ def parse_call(text: str, parameters: Mapping[str, Sequence[str]]) -> ToolCall:
 
 def literal_fault(value: Any, depth: int = 0) -> str | None:
     """Why a value cannot be passed on as a literal; None when it is a plain, finite JSON value of sane size."""
-    if depth > _MAX_DEPTH:
-        return "nested too deeply"
     match value:
-        case dict() if not all(isinstance(key, str) for key in value):
-            return "object key is not a string"
         case list() | dict():
-            items = value if isinstance(value, list) else value.values()
-            return next((fault for item in items if (fault := literal_fault(item, depth + 1))), None)
+            return _container_fault(value, depth)
         case int() if value.bit_length() > _MAX_INTEGER_BITS:
             return "integer too large"
         case float() if not math.isfinite(value):
@@ -52,6 +47,15 @@ def literal_fault(value: Any, depth: int = 0) -> str | None:
         case None | bool() | int() | float() | str():
             return None
     return f"{type(value).__name__} is no JSON value"
+
+
+def _container_fault(value: list[Any] | dict[Any, Any], depth: int) -> str | None:
+    if depth >= _MAX_DEPTH:
+        return "nested too deeply"
+    if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+        return "object key is not a string"
+    items = value.values() if isinstance(value, dict) else value
+    return next((fault for item in items if (fault := literal_fault(item, depth + 1))), None)
 
 
 def render_call(call: ToolCall) -> str:
