@@ -22,12 +22,13 @@ _CONFIRM = re.compile(
 )
 _REFUSE = re.compile(r"\b(can ?not|can't|could not|unable|not possible|not allowed|may not|refuse|impossible)\b")
 _CLOSE = re.compile(r"\b(anything|something) else\b|\bgoodbye\b|\bbye\b|\bnice day\b|\bmore i can\b|\bwelcome\b")
+_OFFER = re.compile(r"\b(how (can|may) i help|what can i do)\b")
 _ASK = re.compile(r"\?|\b(please|tell|send|give|need|what|which|why)\b")
 _CHANGES = {
     "cancel": re.compile(r"\bcancel"),
     "refund": re.compile(r"\brefund"),
     "exchange": re.compile(r"\b(exchang|swap)"),
-    "address": re.compile(r"\baddress"),
+    "address": re.compile(r"(?<!mail )\baddress"),
     "credit": re.compile(r"\bcredit"),
     "email": re.compile(r"\be-?mail"),
     "escalate": re.compile(r"\b(escalat|colleague|safety|fraud)"),
@@ -36,7 +37,7 @@ _NOUNS = {
     "new_email": re.compile(r"\bnew e-?mail"),
     "email": re.compile(r"(?<!new )\be-?mail"),
     "order": re.compile(r"\border (number|id)\b|\bnumber of (the|your) order\b|\bwhich order\b"),
-    "address": re.compile(r"\baddress"),
+    "address": re.compile(r"(?<!mail )\baddress"),
     "item": re.compile(r"\b(new|other|another|which|what) item\b|\binstead\b"),
     "reason": re.compile(r"\breason\b|\bwhy\b|\bwrong with\b"),
 }
@@ -50,8 +51,8 @@ class Act:
     """A message's act.
 
     `kind`: "confirm" (asks for a yes to a change), "refuse", "ask", "done" (reports a change), "inform",
-    "close" or "other". `topics`: the changes or, for "ask", the facts asked for. `facts`: order numbers,
-    emails, addresses, items, status words, refund reasons and numbers.
+    "close", "offer" (how can I help) or "other". `topics`: the changes or, for "ask", the facts asked
+    for. `facts`: order numbers, emails, addresses, items, status words, refund reasons and numbers.
     """
 
     kind: str
@@ -66,21 +67,29 @@ def read(text: str) -> Act:
     lowered = " ".join(text.lower().replace("’", "'").split())
     facts = _facts(lowered)
     bare = ADDRESS.sub(" ", EMAIL.sub(" ", lowered))
+    kind, topics = _classify(bare, facts)
+    return Act(kind, topics, facts, bool(_NEGATION.search(bare)))
+
+
+def _classify(bare: str, facts: frozenset[str]) -> tuple[str, frozenset[str]]:
+    """Kind and topics; the first reading that fits, from the most to the least committing."""
     changes = frozenset(name for name, pattern in _CHANGES.items() if pattern.search(bare))
-    negated = bool(_NEGATION.search(bare))
     nouns = frozenset(name for name, pattern in _NOUNS.items() if pattern.search(bare))
-    if _REFUSE.search(bare):
-        return Act("refuse", changes, facts, negated)
-    if changes and _CONFIRM.search(bare) and (facts or not nouns & {"order", "email", "address"}):
-        return Act("confirm", changes, facts, negated)
-    closes = bool(_CLOSE.search(bare))
-    if _DONE.search(bare) and not _reports_status(bare):
-        return Act("close" if "nothing" in bare else "done", changes, facts, negated)
-    if facts & set(STATUSES) or "dollars" in bare or ADDRESS.search(lowered):
-        return Act("inform", frozenset(), facts, negated)
-    if nouns and _ASK.search(bare):
-        return Act("ask", nouns, facts, negated)
-    return Act("close" if closes else "other", changes, facts, negated)
+    none: frozenset[str] = frozenset()
+    proposes = changes and _CONFIRM.search(bare) and (facts or not nouns & {"order", "email", "address"})
+    reports = _DONE.search(bare) and not _reports_status(bare)
+    tells = facts & set(STATUSES) or "dollars" in bare or any(ADDRESS.fullmatch(fact) for fact in facts)
+    readings = (
+        (_REFUSE.search(bare), "refuse", changes),
+        (proposes, "confirm", changes),
+        (reports and "nothing" in bare, "close", none),
+        (reports, "done", changes),
+        (tells, "inform", none),
+        (nouns and _ASK.search(bare), "ask", nouns),
+        (_CLOSE.search(bare), "close", none),
+        (_OFFER.search(bare), "offer", none),
+    )
+    return next(((kind, topics) for fits, kind, topics in readings if fits), ("other", none))
 
 
 def _reports_status(bare: str) -> bool:

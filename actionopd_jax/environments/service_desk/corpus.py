@@ -1,23 +1,12 @@
 """The expert played through tasks: conversations for tokenizer training and the warm start."""
 
-import json
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from actionopd_jax.environments.service_desk import world
-from actionopd_jax.environments.service_desk.environment import ServiceDesk
+from actionopd_jax.chat.actions import parse_reply
+from actionopd_jax.environments.service_desk.environment import ServiceDesk, ServiceDeskSuite
 from actionopd_jax.environments.service_desk.expert import Expert, ExpertSettings
-from actionopd_jax.environments.service_desk.tools import TOOLS
-from actionopd_jax.records import (
-    ChatMessage,
-    ChatReply,
-    End,
-    Message,
-    Score,
-    State,
-    Task,
-    ToolCall,
-)
+from actionopd_jax.records import ChatMessage, ChatReply, End, Invalid, Score, State, Task, ToolCall, ValidAction
 
 MAX_DECISIONS = 20
 
@@ -37,13 +26,8 @@ class Transcript(NamedTuple):
     score: Score
 
 
-class _Suite(Protocol):
-    def tasks(self, split: str) -> Sequence[Task]: ...
-    def scenario(self, task: Task) -> world.Scenario: ...
-
-
 def transcripts(
-    suite: _Suite, split: str, count: int, seed: int, settings: ExpertSettings | None = None
+    suite: ServiceDeskSuite, split: str, count: int, seed: int, settings: ExpertSettings | None = None
 ) -> Iterator[Transcript]:
     """Plays the expert through the first `count` tasks of a split (again from the first when there are fewer).
 
@@ -77,25 +61,11 @@ def play(environment: ServiceDesk, task: Task, expert: Expert) -> Transcript:
     return Transcript(task, tuple(decisions), score)
 
 
-def _valid(expert: Expert, state: State) -> tuple[ChatReply, ToolCall | Message]:
+def _valid(expert: Expert, state: State) -> tuple[ChatReply, ValidAction]:
     attempt = 0
     while True:
         reply = expert.reply(state, (0, attempt))
-        if not reply.tool_calls:
-            return reply, Message(reply.content)
-        action = _parse(reply)
-        if action is not None:
+        action = parse_reply(reply, state)
+        if not isinstance(action, Invalid):
             return reply, action
         attempt += 1
-
-
-def _parse(reply: ChatReply) -> ToolCall | None:
-    call = reply.tool_calls[0]
-    if call.name not in TOOLS:
-        return None
-    try:
-        arguments = json.loads(call.arguments)
-    except json.JSONDecodeError:
-        return None
-    required = TOOLS[call.name].spec.parameters["required"]
-    return ToolCall(call.name, arguments) if all(name in arguments for name in required) else None

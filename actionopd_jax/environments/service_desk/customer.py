@@ -89,8 +89,7 @@ class Customer:
         return act.kind in ("done", "close") and (self._carried_out or self._declined)
 
     def _answer_proposal(self, request: Request, act: Act) -> str | None:
-        orders = {fact for fact in act.facts if acts.ORDER.fullmatch(fact)}
-        about = not orders or orders == {request.order.order_id}
+        about = _orders(act) <= {request.order.order_id}
         details = request.kind not in ("address", "exchange", "email") or request.detail.lower() in act.facts
         if request.kind not in act.topics or len(act.topics) > 1 or not about or not details:
             return self._complain(phrases.WRONG, request)
@@ -174,14 +173,21 @@ def _goal(request: Request) -> tuple[str, str]:
 
 
 def _says_enough(request: Request, act: Act, declined: bool) -> bool:
-    """Whether an answer says what the request's outcome demands."""
-    if request.outcome == "change":
-        return act.kind in ("done", "close")
-    if request.outcome == "decline":
-        return declined
+    """Whether an answer says what the request's outcome demands, and of no other order or change."""
     order = request.order
+    if not _orders(act) <= {order.order_id}:
+        return False
+    if request.outcome == "change":
+        return act.kind == "close" or (act.kind == "done" and (not act.topics or request.kind in act.topics))
+    if request.outcome == "decline":
+        return declined and act.kind == "close"
     if request.outcome == "inform":
         asked = {"status": order.status, "price": str(order.price), "where": order.address.lower(), "days": str(order.days)}
         return act.kind == "inform" and asked[request.detail] in act.facts
-    reason = order.status if request.obstacle == "status" else str(order.days)
-    return act.kind == "refuse" and request.kind in act.topics and reason in act.facts
+    limit = 10 if request.kind == "credit" else policy.return_limit(request.tier)
+    reasons = {order.status} if request.obstacle == "status" else {str(order.days), str(limit)}
+    return act.kind == "refuse" and request.kind in act.topics and bool(reasons & act.facts)
+
+
+def _orders(act: Act) -> set[str]:
+    return {fact for fact in act.facts if acts.ORDER.fullmatch(fact)}

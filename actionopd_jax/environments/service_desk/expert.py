@@ -216,7 +216,7 @@ def _spoil(reply: ChatReply, rng: random.Random) -> ChatReply:
         (
             RawToolCall(call.name, call.arguments[:-1]),
             RawToolCall(call.name, "{}"),
-            RawToolCall(call.name.replace("_", ""), call.arguments),
+            RawToolCall(f"{call.name}_tool", call.arguments),
         )
     )
     return _with_call(reply, broken)

@@ -112,10 +112,10 @@ class Scenario:
         """A new in-memory database at the start state."""
         db = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         db.executescript(SCHEMA)
-        db.executemany("INSERT INTO customers VALUES (?, ?, ?)", [dataclasses.astuple(p) for p in self.people])
+        db.executemany("INSERT INTO customers VALUES (?, ?, ?)", [tuple(vars(p).values()) for p in self.people])
         db.executemany(
             "INSERT INTO orders (order_id, email, item, price, status, days, address) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            [dataclasses.astuple(order) for order in self.orders],
+            [tuple(vars(order).values()) for order in self.orders],
         )
         return db
 
