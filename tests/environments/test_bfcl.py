@@ -12,6 +12,7 @@ bfcl_eval = pytest.importorskip("bfcl_eval")
 
 from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_utils  # noqa: E402
 
+from actionopd_jax.chat.actions import parse_reply  # noqa: E402
 from actionopd_jax.environments.bfcl import BfclSuite, data, environment, execution  # noqa: E402
 from actionopd_jax.errors import ConfigError, EnvironmentFailure, ServiceBusyError  # noqa: E402
 from actionopd_jax.protocols import ChatRequest  # noqa: E402
@@ -38,19 +39,23 @@ def task_of(task_id):
 
 
 def teacher_episode(suite, task, settings=None):
-    """Plays the scripted teacher; returns the score and the tool names that were called while hidden."""
+    """Plays the scripted teacher; returns the score and the tool names whose calls the action parser refused."""
     teacher = suite.scripted_teacher(0, settings or {})
     env = suite.make(task)
     observation = env.reset()
     messages, hidden = list(observation.messages), []
     while not isinstance(observation, End):
-        tools = observation.tools
-        request = ChatRequest(state=State("bfcl", tuple(messages), tools), task=task, draw=(0, 0))
+        request = ChatRequest(state=State("bfcl", tuple(messages), observation.tools), task=task, draw=(0, 0))
         reply = asyncio.run(teacher.complete(request))
+        parsed = parse_reply(reply, request.state)
         if reply.tool_calls:
             action = ToolCall(reply.tool_calls[0].name, json.loads(reply.tool_calls[0].arguments))
             messages.append(ChatMessage("assistant", reply.content, tool_calls=(action,)))
-            hidden += [action.name] if action.name not in {tool.name for tool in tools} else []
+            if isinstance(parsed, Invalid):
+                assert parsed.reason is InvalidReason.UNKNOWN_TOOL
+                hidden.append(action.name)
+            else:
+                assert parsed == action
         else:
             action = Message(reply.content)
             messages.append(ChatMessage("assistant", reply.content))
