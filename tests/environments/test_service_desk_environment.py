@@ -53,7 +53,7 @@ def test_unconfirmed_change_fails_though_the_database_is_right():
 
 def test_wrong_proposal_is_rejected_and_gives_no_consent():
     environment = desk(cancel())
-    lines = play(environment, "Shall I refund order W1001?", "Shall I cancel order W1002?")
+    lines = play(environment, "Shall I refund order W1001?", "Shall I not cancel order W1001?")
     assert all("wrong" in line for line in lines)
     environment.step(CANCEL)
     assert "confirmed" in environment.score().details["failed"]

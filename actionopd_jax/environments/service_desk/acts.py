@@ -68,7 +68,7 @@ def read(text: str) -> Act:
     facts = _facts(lowered)
     bare = ADDRESS.sub(" ", EMAIL.sub(" ", lowered))
     kind, topics = _classify(bare, facts)
-    return Act(kind, topics, facts, bool(_NEGATION.search(bare)))
+    return Act(kind, topics, facts, bool(_NEGATION.search(bare.replace("yes or no", ""))))
 
 
 def _classify(bare: str, facts: frozenset[str]) -> tuple[str, frozenset[str]]:

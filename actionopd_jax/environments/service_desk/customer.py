@@ -91,7 +91,7 @@ class Customer:
     def _answer_proposal(self, request: Request, act: Act) -> str | None:
         about = _orders(act) <= {request.order.order_id}
         details = request.kind not in ("address", "exchange", "email") or request.detail.lower() in act.facts
-        if request.kind not in act.topics or len(act.topics) > 1 or not about or not details:
+        if request.kind not in act.topics or len(act.topics) > 1 or act.negated or not about or not details:
             return self._complain(phrases.WRONG, request)
         if self.consent is not None or self._declined:
             self.useless += 1
@@ -178,12 +178,14 @@ def _says_enough(request: Request, act: Act, declined: bool) -> bool:
     if not _orders(act) <= {order.order_id}:
         return False
     if request.outcome == "change":
-        return act.kind == "close" or (act.kind == "done" and (not act.topics or request.kind in act.topics))
+        return act.kind == "close" or (
+            act.kind == "done" and not act.negated and (not act.topics or request.kind in act.topics)
+        )
     if request.outcome == "decline":
         return declined and act.kind == "close"
     if request.outcome == "inform":
         asked = {"status": order.status, "price": str(order.price), "where": order.address.lower(), "days": str(order.days)}
-        return act.kind == "inform" and asked[request.detail] in act.facts
+        return act.kind == "inform" and not act.negated and asked[request.detail] in act.facts
     limit = 10 if request.kind == "credit" else policy.return_limit(request.tier)
     reasons = {order.status} if request.obstacle == "status" else {str(order.days), str(limit)}
     return act.kind == "refuse" and request.kind in act.topics and bool(reasons & act.facts)
