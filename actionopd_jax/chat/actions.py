@@ -28,6 +28,7 @@ from actionopd_jax.records import (
 )
 
 _TAG = re.compile("<think>|</think>|<tool_call>|</tool_call>")
+_CLOSING_TAG = re.compile(r"\s*</tool_call>")
 # Calls in the markup of other chat formats; without this they would pass as messages.
 _FOREIGN_CALL = re.compile(r"<(?:function|parameter)=[\w.-]+>|<function_calls?>|<invoke\s+name=|<tool_calls>|<tool_code>")
 _MAX_DETAIL = 200
@@ -51,7 +52,7 @@ class _Turn:
     text_after: str
 
 
-class _InvalidTurn(Exception):  # noqa: N818
+class _InvalidTurnError(Exception):
     def __init__(self, reason: InvalidReason, detail: str) -> None:
         super().__init__(detail)
         self.invalid = Invalid(reason, detail[:_MAX_DETAIL])
@@ -71,11 +72,11 @@ def parse_response(ids: Sequence[int], finish: Finish, state: State, tokenizer: 
     try:
         turn = _read(_response_text(ids, finish, tokenizer), first_call_only=False)
         if len(turn.calls) > 1:
-            raise _InvalidTurn(InvalidReason.SEVERAL_CALLS, f"{len(turn.calls)} calls in one turn")
+            raise _InvalidTurnError(InvalidReason.SEVERAL_CALLS, f"{len(turn.calls)} calls in one turn")
         if turn.calls and turn.text_after:
-            raise _InvalidTurn(InvalidReason.TEXT_AFTER_CALL, f"text after the call: {turn.text_after}")
+            raise _InvalidTurnError(InvalidReason.TEXT_AFTER_CALL, f"text after the call: {turn.text_after}")
         action = _action(turn, state)
-    except _InvalidTurn as error:
+    except _InvalidTurnError as error:
         return Response(error.invalid, None)
     message = ChatMessage(
         role="assistant",
@@ -98,20 +99,20 @@ def parse_reply(reply: ChatReply, state: State) -> Action:
         call = reply.tool_calls[0]
         arguments = _json(call.arguments) if call.arguments.strip() else {}
         return _call({"name": call.name, "arguments": arguments}, state)
-    except _InvalidTurn as error:
+    except _InvalidTurnError as error:
         return error.invalid
 
 
 def _response_text(ids: Sequence[int], finish: Finish, tokenizer: ChatTokenizer) -> str:
     if finish is not Finish.STOP or not ids or ids[-1] != tokenizer.end_id:
-        raise _InvalidTurn(InvalidReason.LENGTH, "no end token")
+        raise _InvalidTurnError(InvalidReason.LENGTH, "no end token")
     body = ids[:-1]
     if any(token_id in tokenizer.turn_ids for token_id in body):
-        raise _InvalidTurn(InvalidReason.CONTROL_TOKEN, "a token that ends or starts a turn stands inside the response")
+        raise _InvalidTurnError(InvalidReason.CONTROL_TOKEN, "a token that ends or starts a turn stands inside the response")
     try:
         return tokenizer.decode(body)
     except ValueError as error:
-        raise _InvalidTurn(InvalidReason.ENCODING, str(error)) from error
+        raise _InvalidTurnError(InvalidReason.ENCODING, str(error)) from error
 
 
 def _read(text: str, *, first_call_only: bool) -> _Turn:
@@ -129,7 +130,7 @@ def _read(text: str, *, first_call_only: bool) -> _Turn:
         if tag.group() == "<think>":
             end = text.find("</think>", tag.end())
             if end < 0:
-                raise _InvalidTurn(InvalidReason.UNCLOSED_REASONING, "reasoning is never closed")
+                raise _InvalidTurnError(InvalidReason.UNCLOSED_REASONING, "reasoning is never closed")
             reasoning.append(text[tag.end() : end].strip())
             position = end + len("</think>")
         elif tag.group() == "<tool_call>":
@@ -139,9 +140,9 @@ def _read(text: str, *, first_call_only: bool) -> _Turn:
             if first_call_only:
                 break
         elif tag.group() == "</think>":
-            raise _InvalidTurn(InvalidReason.UNCLOSED_REASONING, "reasoning is closed but was never opened")
+            raise _InvalidTurnError(InvalidReason.UNCLOSED_REASONING, "reasoning is closed but was never opened")
         else:
-            raise _InvalidTurn(InvalidReason.MALFORMED_CALL, "a call is closed but was never opened")
+            raise _InvalidTurnError(InvalidReason.MALFORMED_CALL, "a call is closed but was never opened")
     if not (calls and first_call_only):
         visible[bool(calls)] += text[position:]
     return _Turn("\n".join(filter(None, reasoning)), visible[0].strip(), tuple(calls), visible[1].strip())
@@ -149,13 +150,13 @@ def _read(text: str, *, first_call_only: bool) -> _Turn:
 
 def _tagged_json(text: str, start: int) -> tuple[object, int]:
     """The JSON value behind an opening tag, and the position after its closing tag."""
-    if "</tool_call>" not in text[start:]:
-        raise _InvalidTurn(InvalidReason.MALFORMED_CALL, "a call is never closed")
+    if text.find("</tool_call>", start) < 0:
+        raise _InvalidTurnError(InvalidReason.MALFORMED_CALL, "a call is never closed")
     value, end = _decode(text, start)
     closing = re.compile(r"\s*</tool_call>").match(text, end)
     if closing is None:
-        raise _InvalidTurn(
-            InvalidReason.MALFORMED_CALL, f"the closing tag does not follow the JSON: {text[end : end + 40]!r}"
+        raise _InvalidTurnError(
+            InvalidReason.MALFORMED_CALL, f"the closing tag does not follow the JSON: {text[end : end + 40]!a}"
         )
     return value, closing.end()
 
@@ -163,7 +164,7 @@ def _tagged_json(text: str, start: int) -> tuple[object, int]:
 def _json(text: str) -> object:
     value, end = _decode(text, 0)
     if text[end:].strip(" \t\n\r"):
-        raise _InvalidTurn(InvalidReason.MALFORMED_JSON, f"text after the JSON: {text[end : end + 40]!r}")
+        raise _InvalidTurnError(InvalidReason.MALFORMED_JSON, f"text after the JSON: {text[end : end + 40]!a}")
     return value
 
 
@@ -171,9 +172,9 @@ def _decode(text: str, start: int) -> tuple[object, int]:
     try:
         return decode_value(text, start)
     except LoneSurrogateError as error:
-        raise _InvalidTurn(InvalidReason.ENCODING, str(error)) from error
+        raise _InvalidTurnError(InvalidReason.ENCODING, str(error)) from error
     except StrictJSONError as error:
-        raise _InvalidTurn(InvalidReason.MALFORMED_JSON, str(error)) from error
+        raise _InvalidTurnError(InvalidReason.MALFORMED_JSON, str(error)) from error
 
 
 def _action(turn: _Turn, state: State) -> ToolCall | Message:
@@ -182,41 +183,41 @@ def _action(turn: _Turn, state: State) -> ToolCall | Message:
 
 def _call(value: object, state: State) -> ToolCall:
     if not isinstance(value, dict):
-        raise _InvalidTurn(InvalidReason.MALFORMED_CALL, f"a call must be a JSON object, not a {type(value).__name__}")
+        raise _InvalidTurnError(InvalidReason.MALFORMED_CALL, f"a call must be a JSON object, not a {type(value).__name__}")
     unknown = value.keys() - {"name", "arguments"}
     if unknown:
-        raise _InvalidTurn(InvalidReason.MALFORMED_CALL, f"unknown keys in a call: {', '.join(sorted(unknown))}")
+        raise _InvalidTurnError(InvalidReason.MALFORMED_CALL, f"unknown keys in a call: {', '.join(sorted(unknown))}")
     name, arguments = value.get("name"), value.get("arguments", {})
     if not isinstance(name, str):
-        raise _InvalidTurn(InvalidReason.MALFORMED_CALL, "a call must name its tool by a string")
+        raise _InvalidTurnError(InvalidReason.MALFORMED_CALL, "a call must name its tool by a string")
     if not state.allow_tool_calls:
-        raise _InvalidTurn(InvalidReason.NOT_ALLOWED, "tool calls are not allowed here")
+        raise _InvalidTurnError(InvalidReason.NOT_ALLOWED, "tool calls are not allowed here")
     tool = next((tool for tool in state.tools if tool.name == name), None)
     if tool is None:
-        raise _InvalidTurn(InvalidReason.UNKNOWN_TOOL, f"unknown tool: {name!a}")
+        raise _InvalidTurnError(InvalidReason.UNKNOWN_TOOL, f"unknown tool: {name!a}")
     if not isinstance(arguments, dict):
-        raise _InvalidTurn(InvalidReason.ARGUMENTS, f"arguments must be a JSON object, not a {type(arguments).__name__}")
+        raise _InvalidTurnError(InvalidReason.ARGUMENTS, f"arguments must be an object, not a {type(arguments).__name__}")
     error = argument_error(tool, arguments)
     if error is not None:
-        raise _InvalidTurn(InvalidReason.ARGUMENTS, error)
+        raise _InvalidTurnError(InvalidReason.ARGUMENTS, error)
     return ToolCall(name, arguments)
 
 
 def _message(text: str, state: State) -> Message:
     text = text.strip()
     if not text:
-        raise _InvalidTurn(InvalidReason.EMPTY, "nothing visible")
+        raise _InvalidTurnError(InvalidReason.EMPTY, "nothing visible")
     try:
         check_text(text)
     except LoneSurrogateError as error:
-        raise _InvalidTurn(InvalidReason.ENCODING, str(error)) from error
+        raise _InvalidTurnError(InvalidReason.ENCODING, str(error)) from error
     if _FOREIGN_CALL.search(text):
-        raise _InvalidTurn(InvalidReason.MALFORMED_CALL, "a call in the syntax of another chat format")
+        raise _InvalidTurnError(InvalidReason.MALFORMED_CALL, "a call in the syntax of another chat format")
     if not state.allow_messages:
-        raise _InvalidTurn(InvalidReason.NOT_ALLOWED, "messages are not allowed here")
+        raise _InvalidTurnError(InvalidReason.NOT_ALLOWED, "messages are not allowed here")
     for rule in state.rules:
         if _rule_pattern(rule.pattern).search(text) and not _was_called(rule.required_tool, state):
-            raise _InvalidTurn(InvalidReason.PROTOCOL, f"{rule.name}: {rule.required_tool} was not called before")
+            raise _InvalidTurnError(InvalidReason.PROTOCOL, f"{rule.name}: {rule.required_tool} was not called before")
     return Message(text)
 
 

@@ -90,8 +90,7 @@ def removable_exchanges(messages: Sequence[ChatMessage]) -> list[tuple[int, ...]
     first = next((i for i, request in enumerate(asked) if request), 0)
     removable: list[tuple[int, ...]] = []
     for i, (request, serving) in enumerate(zip(asked, exchanges, strict=True)):
-        for exchange in serving[:-1]:
-            removable.append(tuple(exchange))
+        removable.extend(tuple(exchange) for exchange in serving[:-1])
         if serving and i not in {first, len(asked) - 1}:
             removable.append((*request, *serving[-1]))
     return removable

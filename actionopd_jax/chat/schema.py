@@ -4,6 +4,7 @@ import functools
 import re
 
 import jsonschema
+import jsonschema.exceptions
 import msgspec
 import referencing.exceptions
 

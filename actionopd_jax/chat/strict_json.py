@@ -5,7 +5,7 @@ import math
 import re
 from typing import Any, NoReturn
 
-MAX_DEPTH = 64
+MAX_DEPTH = 32
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 

@@ -83,16 +83,10 @@ class ChatTokenizer:
                 template is not of the Qwen3 format.
         """
         folder = Path(folder)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            path = folder / name
-            if not path.is_file():
-                raise StudentError(f"{path} is missing; a student folder needs tokenizer.json and tokenizer_config.json")
-            try:
-                content = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise StudentError(f"{path} is not JSON: {error}") from error
-            if not isinstance(content, dict) or (name == "tokenizer.json" and "model" not in content):
-                raise StudentError(f"{path} does not describe a tokenizer; fetch the student's files again")
+        model = _read_json(folder / "tokenizer.json").get("model")
+        if not isinstance(model, dict) or not {"vocab", "merges"} <= model.keys():
+            raise StudentError(f"{folder / 'tokenizer.json'} holds no byte-pair model; fetch the student's files again")
+        _read_json(folder / "tokenizer_config.json")
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -138,7 +132,7 @@ class ChatTokenizer:
         for token_id in ids:
             if not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
-        return self._backend.decode(list(ids), skip_special_tokens=False)
+        return self._backend.decode([int(token_id) for token_id in ids], skip_special_tokens=False)
 
     # -- rendering ------------------------------------------------------------------------------
 
@@ -229,3 +223,15 @@ class ChatTokenizer:
             expected = f'{reasoning}c\n<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>{TURN_END}'
             if self._render_response(turn, thinking) != expected:
                 raise StudentError("the chat template is not of the Qwen3 format: it renders a tool call differently")
+
+
+def _read_json(path: Path) -> JsonObject:
+    if not path.is_file():
+        raise StudentError(f"{path} is missing; a student folder needs tokenizer.json and tokenizer_config.json")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StudentError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise StudentError(f"{path} is not a JSON object; fetch the student's files again")
+    return content
