@@ -51,9 +51,12 @@ def test_unconfirmed_change_fails_though_the_database_is_right():
     assert score.partial == pytest.approx(2 / 3)
 
 
-def test_wrong_proposal_is_rejected_and_gives_no_consent():
+@pytest.mark.parametrize(
+    "proposal", ["Shall I refund order W1001?", "Shall I cancel order W1002?", "Do you want me to never cancel order W1001?"]
+)
+def test_wrong_proposal_is_rejected_and_gives_no_consent(proposal):
     environment = desk(cancel())
-    lines = play(environment, "Shall I refund order W1001?", "Shall I not cancel order W1001?")
+    lines = play(environment, proposal)
     assert all("wrong" in line for line in lines)
     environment.step(CANCEL)
     assert "confirmed" in environment.score().details["failed"]
