@@ -28,7 +28,9 @@ class StudentConfig:
     """Which student to train. `path`: a Hugging Face style folder, or `builtin:NAME` for one shipped with the package."""
 
     path: str
+    weights: Literal["pretrained", "random"] = "pretrained"  # random: config.json and tokenizer alone, seeded by the run
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    remat: bool = True  # recompute layers in the backward pass: slower, far less memory
     max_prompt_tokens: int = 24_576
     max_response_tokens: int = 4_096
     thinking: bool = True
@@ -120,7 +122,8 @@ class UpdateConfig:
         _require(self.dual_clip > 1, "update.dual_clip must exceed 1: at 1 or below it would cancel the clipping itself")
         _require(self.advantage_epsilon > 0, "update.advantage_epsilon must be positive")
         _require(self.minibatch_candidates >= 1, "update.minibatch_candidates must be at least 1")
-        _require(self.bin_tokens >= 128 and self.bin_tokens % 128 == 0, "update.bin_tokens must be a positive multiple of 128")
+        whole_blocks = self.bin_tokens >= 128 and self.bin_tokens % 128 == 0
+        _require(whole_blocks, "update.bin_tokens must be a positive multiple of 128")
         _require(self.bins_per_microbatch >= 1, "update.bins_per_microbatch must be at least 1")
         _require(self.max_bad_steps >= 1, "update.max_bad_steps must be at least 1")
 
@@ -247,9 +250,7 @@ def build(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     try:
         return cls(**kwargs)
     except ConfigError as error:
-        if path and not str(error).startswith(path.split(".")[0].split("[")[0]):
-            raise ConfigError(f"{prefix}{error}") from None
-        raise
+        raise ConfigError(f"{path}: {error}" if "[" in path else str(error)) from None
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
@@ -257,7 +258,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path} must be a group of settings, got {value!r}")
-        return build(typing.cast(type, hint), value, path)
+        return build(typing.cast("type", hint), value, path)
     if origin is Literal:
         choices = typing.get_args(hint)
         if value not in choices or isinstance(value, bool) != any(isinstance(c, bool) for c in choices):

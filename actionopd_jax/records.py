@@ -292,6 +292,8 @@ class Example:
         weights: `[R]` signal per generated token (an advantage, or 1 for likelihood training).
         group: identifies the state group (minibatches keep groups whole).
         trajectory: identifies the task start.
+        behaviour_logprobs: `[R]` the sampler's own log-probabilities, where a sampler generated the response;
+            only to report how far the trainer's differ.
     """
 
     prompt_ids: Int32[np.ndarray, " prompt"]
@@ -299,6 +301,7 @@ class Example:
     weights: Float32[np.ndarray, " response"]
     group: str
     trajectory: str
+    behaviour_logprobs: Float32[np.ndarray, " response"] | None = None
 
     def __post_init__(self) -> None:
         if self.response_ids.shape != self.weights.shape:

@@ -137,7 +137,7 @@ def _check_folder(path: Path, flag: str = "--workdir") -> None:
 
 
 def _print_summary(summary: object) -> None:
-    print(json.dumps(summary, indent=2))
+    print(json.dumps(summary))
 
 
 def _fail(error: UserError) -> int:

@@ -11,21 +11,40 @@ The ablations (Validity Reward, Binary Reward, Random Commit) differ in how grou
 committed, which is settled while collecting; from here on they are the same method.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 
 from actionopd_jax.learning.advantages import compute_advantages
 from actionopd_jax.learning.rewards import summarise
+from actionopd_jax.methods.base import Collected, Figures
 from actionopd_jax.records import EndReason, Example, Finish, StateGroup, Trajectory
+from actionopd_jax.rollout.collector import Collector
 from actionopd_jax.rollout.settings import GroupRules
-
-MethodMetrics = dict[str, float]
-"""Figures of one step; one that has nothing to be averaged over is absent."""
+from actionopd_jax.rollout.trajectory import TaskStart
 
 
-def examples(trajectories: Sequence[Trajectory], rules: GroupRules, epsilon: float) -> tuple[list[Example], MethodMetrics]:
+@dataclasses.dataclass(frozen=True)
+class ActionOPD:
+    """Implements `Method`: state groups from the rollout, advantages for the surrogate."""
+
+    collector: Collector
+    epsilon: float
+    objective: Literal["surrogate", "likelihood"] = "surrogate"
+
+    @property
+    def temperature(self) -> float:
+        return self.collector.rules.sampling.temperature
+
+    async def collect(self, starts: Sequence[TaskStart], step: int, policy_version: int) -> Collected:
+        trajectories = await self.collector.collect(starts, step, policy_version)
+        return Collected(*examples(trajectories, self.collector.rules, self.epsilon))
+
+
+def examples(trajectories: Sequence[Trajectory], rules: GroupRules, epsilon: float) -> tuple[list[Example], Figures]:
     """Weighted token sequences of a step's trajectories.
 
     Every generated token of a candidate (reasoning, call, message, end token) carries the candidate's
@@ -71,10 +90,11 @@ def _weigh(trajectory: str, group: StateGroup, values: np.ndarray) -> Iterator[E
             weights=np.full(len(candidate.ids), advantage, np.float32),
             group=f"{trajectory}/{group.decision}",
             trajectory=trajectory,
+            behaviour_logprobs=np.array(candidate.behaviour_logprobs, np.float32),
         )
 
 
-def _reward_figures(groups: Sequence[StateGroup], rules: GroupRules) -> MethodMetrics:
+def _reward_figures(groups: Sequence[StateGroup], rules: GroupRules) -> Figures:
     """C, U, V and the mean reward, with the identity that ties them (paper, section 2.2)."""
     summary = summarise(groups, num_teacher_samples=rules.num_teacher_samples, frequency_bonus=rules.frequency_bonus)
     if summary.num_candidates == 0:
@@ -90,7 +110,7 @@ def _reward_figures(groups: Sequence[StateGroup], rules: GroupRules) -> MethodMe
     return figures
 
 
-def _group_figures(groups: Sequence[StateGroup], kept: int, sigma: float) -> MethodMetrics:
+def _group_figures(groups: Sequence[StateGroup], kept: int, sigma: float) -> Figures:
     supervised = sum(group.supervised for group in groups)
     return {
         "groups": len(groups),
@@ -101,7 +121,7 @@ def _group_figures(groups: Sequence[StateGroup], kept: int, sigma: float) -> Met
     }
 
 
-def _response_figures(groups: Sequence[StateGroup]) -> MethodMetrics:
+def _response_figures(groups: Sequence[StateGroup]) -> Figures:
     candidates = list(itertools.chain.from_iterable(group.candidates for group in groups))
     if not candidates:
         return {}
@@ -113,8 +133,8 @@ def _response_figures(groups: Sequence[StateGroup]) -> MethodMetrics:
     }
 
 
-def _trajectory_figures(trajectories: Sequence[Trajectory]) -> MethodMetrics:
-    figures: MethodMetrics = {
+def _trajectory_figures(trajectories: Sequence[Trajectory]) -> Figures:
+    figures: Figures = {
         "trajectories": len(trajectories),
         "decisions": sum(len(trajectory.groups) for trajectory in trajectories),
         "environment_steps": sum(trajectory.environment_steps for trajectory in trajectories),

@@ -5,12 +5,22 @@ prompts and observations are context. Divided by the number of active tokens, th
 negative log-likelihood.
 """
 
+import asyncio
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import numpy as np
 
-from actionopd_jax.records import Example
+from actionopd_jax.chat.prompt import Prompt
+from actionopd_jax.chat.tokenizer import ChatTokenizer
+from actionopd_jax.methods.base import Collected
+from actionopd_jax.records import ChatMessage, End, EndReason, Example, ToolCall
+from actionopd_jax.rollout.concurrency import together
+from actionopd_jax.rollout.interaction import Chosen, interact
+from actionopd_jax.rollout.student import PromptSource
+from actionopd_jax.rollout.trajectory import TaskStart
+from actionopd_jax.rollout.workers import EnvironmentWorker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +38,51 @@ class TeacherTurn:
     reply_ids: Sequence[int]
     trajectory: str
     decision: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KD:
+    """Implements `Method`: the teacher plays each task start, the student imitates the successful plays.
+
+    The teacher answers from the same retained public context as the student would see.
+    """
+
+    prompts: PromptSource
+    tokenizer: ChatTokenizer
+    thinking: bool
+    max_decisions: int
+    concurrent_tasks: int
+    environment_timeout_s: float
+    objective: Literal["surrogate", "likelihood"] = "likelihood"
+    temperature: float = 1.0
+
+    async def collect(self, starts: Sequence[TaskStart], step: int, policy_version: int) -> Collected:
+        slots = asyncio.Semaphore(self.concurrent_tasks)
+        played = await together([self._play(begin, step, slots) for begin in starts])
+        turns = [turn for trajectory in played for turn in trajectory]
+        successes = sum(bool(trajectory) for trajectory in played)
+        figures = {"trajectories": len(played), "teacher_success_rate": successes / len(played), "teacher_turns": len(turns)}
+        return Collected(examples(turns), figures)
+
+    async def _play(self, begin: TaskStart, step: int, slots: asyncio.Semaphore) -> list[TeacherTurn]:
+        """The teacher's turns at one task start; none unless it succeeds."""
+        turns: list[TeacherTurn] = []
+
+        async def decide(environment: EnvironmentWorker, prompt: Prompt, decision: int) -> Chosen | End:
+            samples = await begin.source.teacher.sample(prompt.state, begin.task, 1)
+            if not samples:
+                return End(EndReason.NO_TEACHER)
+            action, reply = samples[0].action, samples[0].reply
+            calls = (action,) if isinstance(action, ToolCall) else ()
+            ids = self.tokenizer.encode_response(reply.reasoning, reply.content, calls, self.thinking)
+            name = f"{step}/{begin.start}/{begin.task.key}"
+            turns.append(TeacherTurn(prompt_ids=prompt.ids, reply_ids=ids, trajectory=name, decision=decision))
+            return Chosen(action, ChatMessage("assistant", reply.content, reply.reasoning, calls))
+
+        async with slots:
+            suite, timeout_s = begin.source.suite, self.environment_timeout_s
+            outcome = await interact(suite, begin.task, self.prompts, self.max_decisions, timeout_s, decide)
+        return turns if outcome.score is not None and outcome.score.success else []
 
 
 def examples(turns: Iterable[TeacherTurn]) -> list[Example]:

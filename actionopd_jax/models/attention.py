@@ -22,7 +22,7 @@ def attend(
     v: Float[Array, "B T K C"],
     end: Int32[Array, "B T"],
     implementation: Implementation = "blockwise",
-    block: int = 256,
+    block: int = 128,
 ) -> Float[Array, "B T H C"]:
     """Grouped-query attention, scores divided by sqrt(C), over the keys that `end` makes visible.
 
@@ -63,25 +63,17 @@ def _dense(q: Array, k: Array, v: Array, end: Array) -> Array:
 
 
 class _Plan(NamedTuple):
-    """Which blocks meet: for each query block its live key blocks first, and the other way round."""
+    """For each query block its live key blocks, and how many they are; what follows them is not read."""
 
     keys: Int32[Array, "N N"]
     num_keys: Int32[Array, " N"]
-    queries: Int32[Array, "N N"]
-    num_queries: Int32[Array, " N"]
 
 
 def _plan(end: Int32[Array, " T"], block: int) -> _Plan:
     starts = jnp.arange(end.shape[0] // block) * block
     last_seen = end.reshape(-1, block).max(axis=1)
     live = (starts[None, :] <= starts[:, None]) & (last_seen[None, :] > starts[:, None])  # [query block, key block]
-    order = functools.partial(jnp.argsort, axis=1, stable=True)
-    return _Plan(
-        order(~live).astype(jnp.int32),
-        live.sum(axis=1).astype(jnp.int32),
-        order(~live.T).astype(jnp.int32),
-        live.sum(axis=0).astype(jnp.int32),
-    )
+    return _Plan(jnp.argsort(~live, axis=1, stable=True).astype(jnp.int32), live.sum(axis=1).astype(jnp.int32))
 
 
 def _block_mask(i: Array, j: Array, end_j: Int32[Array, " S"], block: int) -> Bool[Array, "S S"]:
@@ -121,8 +113,9 @@ def _blockwise_forward(q: Array, k: Array, v: Array, end: Array, block: int) -> 
             scores = jnp.einsum("kgqc,ktc->kgqt", q_i, keys[j], preferred_element_type=jnp.float32) * scale
             mask = _block_mask(i, j, ends[j], block)
             scores = jnp.where(mask, scores, _NEVER)
+            # Never below a floor far above _NEVER, so that what is masked is exactly 0 in a block without any key.
             new_peak = jnp.maximum(peak, scores.max(axis=-1))
-            weights = jnp.where(mask, jnp.exp(scores - new_peak[..., None]), 0.0)
+            weights = jnp.exp(scores - jnp.maximum(new_peak, _NEVER / 2)[..., None])
             fade = jnp.exp(peak - new_peak)
             update = jnp.einsum("kgqt,ktc->kgqc", weights.astype(v.dtype), values[j], preferred_element_type=jnp.float32)
             return acc * fade[..., None] + update, new_peak, total * fade + weights.sum(axis=-1)
@@ -138,6 +131,7 @@ def _blockwise_forward(q: Array, k: Array, v: Array, end: Array, block: int) -> 
 
 
 def _blockwise_backward(block: int, saved: tuple[Array, ...], grad: Array) -> tuple[Array, Array, Array, None]:
+    """One pass over the live block pairs: query gradients leave block by block, key and value gradients add up."""
     q, k, v, end, out, log_total = saved
     scale = q.shape[-1] ** -0.5
     plan = _plan(end, block)
@@ -145,37 +139,30 @@ def _blockwise_backward(block: int, saved: tuple[Array, ...], grad: Array) -> tu
     grads = _split(grad, block)
     delta = jnp.sum(_split(out, block).astype(jnp.float32) * grads.astype(jnp.float32), axis=-1)  # [N,K,G,S]
 
-    def pair(i: Array, j: Array) -> tuple[Array, Array]:
-        """Attention weights of a block pair and the gradient of their scores, both `[K,G,S,S]`."""
-        scores = jnp.einsum("kgqc,ktc->kgqt", queries[i], keys[j], preferred_element_type=jnp.float32) * scale
-        mask = _block_mask(i, j, ends[j], block)
-        weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores, _NEVER) - log_total[i][..., None]), 0.0)
-        d_weights = jnp.einsum("kgqc,ktc->kgqt", grads[i], values[j], preferred_element_type=jnp.float32)
-        return weights, weights * (d_weights - delta[i][..., None]) * scale
+    def one_query_block(sums: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
+        q_i, grad_i = queries[i], grads[i]
 
-    def for_queries(i: Array) -> Array:
-        def add(t: Array, acc: Array) -> Array:
+        def one_key_block(t: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            d_q, d_k, d_v = carry
             j = plan.keys[i, t]
-            _, d_scores = pair(i, j)
-            return acc + jnp.einsum("kgqt,ktc->kgqc", d_scores.astype(k.dtype), keys[j], preferred_element_type=jnp.float32)
+            scores = jnp.einsum("kgqc,ktc->kgqt", q_i, keys[j], preferred_element_type=jnp.float32) * scale
+            mask = _block_mask(i, j, ends[j], block)
+            weights = jnp.exp(jnp.where(mask, scores - log_total[i][..., None], _NEVER))
+            d_weights = jnp.einsum("kgqc,ktc->kgqt", grad_i, values[j], preferred_element_type=jnp.float32)
+            d_scores = (weights * (d_weights - delta[i][..., None]) * scale).astype(q.dtype)
+            weights = weights.astype(v.dtype)
+            d_q += jnp.einsum("kgqt,ktc->kgqc", d_scores, keys[j], preferred_element_type=jnp.float32)
+            d_k = d_k.at[j].add(jnp.einsum("kgqt,kgqc->ktc", d_scores, q_i, preferred_element_type=jnp.float32))
+            d_v = d_v.at[j].add(jnp.einsum("kgqt,kgqc->ktc", weights, grad_i, preferred_element_type=jnp.float32))
+            return d_q, d_k, d_v
 
-        return jax.lax.fori_loop(0, plan.num_keys[i], add, jnp.zeros(queries.shape[1:], jnp.float32)).astype(q.dtype)
+        start = (jnp.zeros(q_i.shape, jnp.float32), *sums)
+        d_q, *sums_after = jax.lax.fori_loop(0, plan.num_keys[i], one_key_block, start)
+        return (sums_after[0], sums_after[1]), d_q.astype(q.dtype)
 
-    def for_keys(j: Array) -> tuple[Array, Array]:
-        def add(t: Array, acc: tuple[Array, Array]) -> tuple[Array, Array]:
-            i = plan.queries[j, t]
-            weights, d_scores = pair(i, j)
-            d_k = jnp.einsum("kgqt,kgqc->ktc", d_scores.astype(q.dtype), queries[i], preferred_element_type=jnp.float32)
-            d_v = jnp.einsum("kgqt,kgqc->ktc", weights.astype(v.dtype), grads[i], preferred_element_type=jnp.float32)
-            return acc[0] + d_k, acc[1] + d_v
-
-        zeros = jnp.zeros(keys.shape[1:], jnp.float32)
-        d_k, d_v = jax.lax.fori_loop(0, plan.num_queries[j], add, (zeros, zeros))
-        return d_k.astype(k.dtype), d_v.astype(v.dtype)
-
-    blocks = jnp.arange(queries.shape[0])
-    d_k, d_v = jax.lax.map(for_keys, blocks)
-    return _merge(jax.lax.map(for_queries, blocks)), _merge(d_k), _merge(d_v), None
+    zeros = jnp.zeros(keys.shape, jnp.float32)
+    (d_k, d_v), d_q = jax.lax.scan(one_query_block, (zeros, zeros), jnp.arange(queries.shape[0]))
+    return _merge(d_q), _merge(d_k).astype(k.dtype), _merge(d_v).astype(v.dtype), None
 
 
 _blockwise.defvjp(_blockwise_forward, _blockwise_backward)

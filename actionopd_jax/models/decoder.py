@@ -133,7 +133,9 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) ->
     return (scale * normal).astype(x.dtype)
 
 
-def project_qkv(x: Float[Array, "... D"], params: LayerParams, rotation: Rotation, config: DecoderConfig) -> tuple[Array, Array, Array]:
+def project_qkv(
+    x: Float[Array, "... D"], params: LayerParams, rotation: Rotation, config: DecoderConfig
+) -> tuple[Array, Array, Array]:
     """Rotated queries `[..., H, C]`, rotated keys and values `[..., K, C]` of one layer."""
     y = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
     q, k, v = (jnp.einsum("...d,dhc->...hc", y, params[name].astype(y.dtype)) for name in ("query", "key", "value"))
@@ -142,7 +144,9 @@ def project_qkv(x: Float[Array, "... D"], params: LayerParams, rotation: Rotatio
     return _rotate(q, rotation), _rotate(k, rotation), v
 
 
-def finish_layer(x: Float[Array, "... D"], mixed: Float[Array, "... H C"], params: LayerParams, config: DecoderConfig) -> Array:
+def finish_layer(
+    x: Float[Array, "... D"], mixed: Float[Array, "... H C"], params: LayerParams, config: DecoderConfig
+) -> Array:
     """Output projection and MLP of one layer, with both residual additions."""
     x = x + jnp.einsum("...hc,hcd->...d", mixed, params["output"].astype(x.dtype))
     y = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)

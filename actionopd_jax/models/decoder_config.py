@@ -80,7 +80,9 @@ def from_hf(values: dict[str, Any], source: str = "config.json") -> DecoderConfi
         value = merged.get(field.name)
         if value is None:
             raise StudentError(f"{source}: {field.name} is missing")
-        if field.type is not bool and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
+        if field.type is not bool and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
+        ):
             raise StudentError(f"{source}: {field.name} must be a number, got {value!r}")
         kwargs[field.name] = float(value) if field.type is float else field.type(value)  # type: ignore[operator]
     return DecoderConfig(**kwargs)

@@ -157,7 +157,7 @@ def _prefill(model: Decoder, layers: LayerParams, prefix: KeyValues, suffix: Int
         if offset == 0:
             mixed = attention.attend(q, k, v, end, model.attention_implementation)
         else:  # one row at a time bounds the memory of the scores
-            mixed = jax.lax.map(lambda row: _prefixed_attention(*row, before), (q, k, v))
+            mixed = jax.lax.map(lambda row: _prefixed_attention(row[0], row[1], row[2], before), (q, k, v))
         return finish_layer(x, mixed, params, model.config), KeyValues(k, v)
 
     x, cache = jax.lax.scan(layer, model.embed(suffix), (layers, prefix))
@@ -205,7 +205,11 @@ def _decode(
                 jnp.einsum("bnkgc,bskc->bnkgs", grouped, own.keys, preferred_element_type=jnp.float32),
                 -jnp.inf,
             ),
-            jnp.where(in_cache, jnp.einsum("bnkgc,bnrkc->bnkgr", grouped, earlier.keys, preferred_element_type=jnp.float32), -jnp.inf),
+            jnp.where(
+                in_cache,
+                jnp.einsum("bnkgc,bnrkc->bnkgr", grouped, earlier.keys, preferred_element_type=jnp.float32),
+                -jnp.inf,
+            ),
             jnp.einsum("bnkgc,bnkc->bnkg", grouped, k, preferred_element_type=jnp.float32)[..., None],
         ]
         sizes = [part.shape[-1] for part in parts]

@@ -24,7 +24,7 @@ def token_logprobs(
     target: Int32[Array, "B L"],
     temperature: float,
 ) -> TokenScores:
-    """log softmax(head @ hidden[source] / temperature)[target], over the full vocabulary (paper, A.4).
+    """Scores `log softmax(head @ hidden[source] / temperature)[target]` over the full vocabulary (paper, A.4).
 
     Args:
         source: index along T of the hidden state that predicts the target.

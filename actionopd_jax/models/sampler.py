@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -175,7 +176,7 @@ class EmbeddedSampler:
             num_valid_ids=min(self._num_valid_ids, self._config.vocab_size),
             end_id=self._end_id,
         )
-        samples = self._unpack(Generated(*(np.asarray(part) for part in out)), len(batch))
+        samples = self._unpack(jax.device_get(out), len(batch))
         self.counters.batches += 1
         self.counters.prompts += len(batch)
         self.counters.prompt_tokens += sum(len(request.suffix) for request in batch)

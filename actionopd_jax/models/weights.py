@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
@@ -15,7 +14,6 @@ from flax import nnx
 
 from actionopd_jax.errors import StudentError
 from actionopd_jax.models import decoder_config
-from actionopd_jax.models.attention import Implementation
 from actionopd_jax.models.decoder import Decoder
 from actionopd_jax.models.decoder_config import DecoderConfig
 
@@ -109,21 +107,26 @@ class _Checkpoint:
         with self._open(self._folder / self._files[name]) as file:
             tensor = file.get_tensor(name)
         if tensor.shape != shape:
-            raise StudentError(f"{self._folder}: tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}")
+            raise StudentError(
+                f"{self._folder}: tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}"
+            )
         self.unread.discard(name)
         return np.asarray(tensor.astype(jnp.float32))
 
 
-def load(folder: Path, *, dtype: jnp.dtype | type = jnp.float32, attention_implementation: Implementation = "blockwise") -> Decoder:
+def load(folder: Path, *, dtype: jnp.dtype | type = jnp.float32, remat: bool = True) -> Decoder:
     """A decoder with the weights of a Hugging Face folder (`config.json` and safetensors).
+
+    Args:
+        folder: holds one safetensors file, or several with an index.
+        dtype: computation dtype; the weights themselves become float32.
+        remat: see `Decoder`.
 
     Raises:
         StudentError: names the missing, misshapen or surplus tensor, or the damaged file.
     """
     config = decoder_config.load(folder)
-    model = nnx.eval_shape(
-        lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, attention_implementation=attention_implementation)
-    )
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, remat=remat))
     checkpoint = _Checkpoint(folder)
     for name, (hf_name, entry) in _top_entries(config).items():
         getattr(model, name).set_value(jnp.asarray(entry.to_ours(checkpoint.read(hf_name, entry.shape))))
@@ -142,6 +145,9 @@ def save(model: Decoder, folder: Path, eos_token_id: int, dtype: np.dtype | type
     """Writes `config.json` and `model.safetensors` such that `transformers` loads the same model.
 
     Args:
+        model: what to write.
+        folder: created if missing.
+        eos_token_id: the end-of-turn token, for `config.json`.
         dtype: of the stored tensors (float32, or `ml_dtypes.bfloat16`).
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,13 +164,3 @@ def save(model: Decoder, folder: Path, eos_token_id: int, dtype: np.dtype | type
     safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
     os.replace(partial, folder / _FILE)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def check_vocabulary(config: DecoderConfig, tokenizer_size: int, folder: Path | str) -> None:
-    """Refuses a tokenizer with ids that the embedding does not have."""
-    if tokenizer_size > config.vocab_size:
-        raise StudentError(f"{folder}: the tokenizer has {tokenizer_size} ids, the embedding only {config.vocab_size} rows")
-
-
-def num_parameters(model: Decoder) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

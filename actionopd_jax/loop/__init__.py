@@ -1,0 +1,6 @@
+"""The loop: the only place that knows collecting and updating (paper, Algorithm 1)."""
+
+from actionopd_jax.loop.evaluate import evaluate
+from actionopd_jax.loop.train import train
+
+__all__ = ["evaluate", "train"]
