@@ -16,12 +16,11 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 # What tests and checks need besides. PyTorch is the CPU build, and only an oracle for the tests;
-# bfcl-eval without its dependencies: its engine and data need none of the API clients that it lists.
+# bfcl-eval without its dependencies, see docs/bfcl.md.
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --group dev
 	$(BIN)/python -m pip install --quiet 'torch==2.13.0'
-	$(BIN)/python -m pip install --quiet --no-deps 'bfcl-eval==2026.3.23'
-	$(BIN)/python -m pip install --quiet 'mpmath==1.3.0'
+	$(BIN)/python -m pip install --quiet --no-deps 'bfcl-eval==2026.3.23' 'mpmath==1.3.0'
 	touch $@
 
 quickstart: $(VENV)/.installed

@@ -29,12 +29,17 @@ class ConfigError(UserError):
 
 
 class MissingExtraError(UserError):
-    """An optional dependency is not installed."""
+    """An optional dependency is not installed.
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed; run: pip install 'actionopd-jax[{extra}]'")
+    Args:
+        package: what is missing.
+        install: arguments of `pip install` that bring it.
+    """
+
+    def __init__(self, package: str, install: str) -> None:
+        super().__init__(f"{package} is not installed; run: pip install {install}")
         self.package = package
-        self.extra = extra
+        self.install = install
 
 
 class StudentError(UserError):

@@ -1,6 +1,6 @@
 """ActionOPD on BFCL v4 multi-turn, with the ground truth as the teacher.
 
-    pip install 'actionopd-jax[bfcl]'
+    pip install --no-deps bfcl-eval==2026.3.23 mpmath==1.3.0
     actionopd train --config configs/bfcl.py:debug --workdir /tmp/bfcl-debug
     actionopd train --config configs/bfcl.py --workdir gs://bucket/bfcl
 

@@ -352,7 +352,7 @@ def test_missing_package_names_the_extra(monkeypatch):
     from actionopd_jax.errors import MissingExtraError
 
     monkeypatch.setitem(__import__("sys").modules, "bfcl_eval.no_such_part", None)
-    with pytest.raises(MissingExtraError, match=r"actionopd-jax\[bfcl\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install --no-deps bfcl-eval"):
         data.import_part("no_such_part")
 
 

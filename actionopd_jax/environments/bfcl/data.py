@@ -39,7 +39,7 @@ def import_part(name: str) -> ModuleType:
     try:
         return importlib.import_module(f"bfcl_eval.{name}")
     except ModuleNotFoundError as error:
-        raise MissingExtraError("bfcl-eval", "bfcl") from error
+        raise MissingExtraError("bfcl-eval", "--no-deps bfcl-eval==2026.3.23 mpmath==1.3.0") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,41 @@
+"""ActionOPD on the embedded service desk, on the CPU: what `make quickstart` runs.
+
+    actionopd train --config configs/quickstart.py --workdir runs/quickstart
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(
+        {
+            "seed": 0,
+            "steps": 24,
+            "student": {
+                "path": "builtin:service_desk",
+                "compute_dtype": "float32",
+                "remat": False,
+                "max_prompt_tokens": 1536,
+                "max_response_tokens": 64,
+            },
+            "sources": [{"environment": "service_desk", "split": "train", "starts_per_step": 16}],
+            "sampler": {"temperature": 0.8, "top_p": 0.95, "top_k": 20, "slots": 16},
+            "teacher": {"kind": "scripted", "settings": {"error_rate": 0.03, "invalid_rate": 0.03}},
+            "method": {
+                "name": "actionopd",
+                "num_candidates": 4,
+                "num_teacher_samples": 3,
+                "frequency_bonus": 0.5,
+                "max_decisions": 12,
+            },
+            "update": {
+                "learning_rate": 5e-4,
+                "weight_decay": 0.0,
+                "minibatch_candidates": 64,
+                "bin_tokens": 4096,
+            },
+            "rollout": {"concurrent_tasks": 32},
+            "checkpoint": {"every_steps": 1, "keep": 2},
+            "evaluation": {"environment": "service_desk", "split": "heldout", "num_tasks": 100},
+        }
+    )
