@@ -37,6 +37,14 @@ DECODER = DecoderConfig(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compilation():
+    """Almost all of the time here is XLA's optimiser at work on programs that run once."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @functools.cache
 def _split_model():
     model = Decoder(DECODER, rngs=nnx.Rngs(0), attention_implementation="dense", remat=False)
