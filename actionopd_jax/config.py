@@ -80,7 +80,7 @@ class MethodConfig:
     num_candidates: int = 4
     num_teacher_samples: int = 3
     frequency_bonus: float = 0.5  # lambda
-    reward: Literal["agreement", "validity", "constant"] = "agreement"
+    reward: Literal["agreement", "validity", "constant", "shuffled"] = "agreement"
     commit: Literal["best", "uniform"] = "best"
     max_decisions: int = 20
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from actionopd_jax.records import Invalid, StateGroup
 
-RewardKind = Literal["agreement", "validity", "constant"]
+RewardKind = Literal["agreement", "validity", "constant", "shuffled"]
 
 
 def _check(num_teacher_samples: int, frequency_bonus: float) -> None:
@@ -61,9 +61,9 @@ def constant_reward() -> float:
 
 
 def reward(kind: RewardKind, match_count: int, valid: bool, *, num_teacher_samples: int, frequency_bonus: float) -> float:
-    """The reward of the named kind."""
+    """The reward of the named kind; of `shuffled`, what the response has before the group's are permuted."""
     match kind:
-        case "agreement":
+        case "agreement" | "shuffled":
             return agreement_reward(
                 match_count, valid, num_teacher_samples=num_teacher_samples, frequency_bonus=frequency_bonus
             )

@@ -95,7 +95,7 @@ async def collect_group(
     verdicts = await _judge(prompt.state, actions, teacher, source.matcher, evidence)
     counts = [sum(isinstance(verdict, Match) for verdict in row) for row in verdicts]
     supervised = not any(isinstance(verdict, Unavailable) for row in verdicts for verdict in row)
-    rewards = [_reward(rules.reward, *pair, rules) if supervised else None for pair in zip(actions, counts, strict=True)]
+    rewards = _rewards(actions, counts, name, rules) if supervised else [None] * len(actions)
     committed = _commit(actions, counts, supervised, name, rules)
     samples = [sample for sample, _ in answers]
     group = StateGroup(
@@ -131,6 +131,13 @@ def _shared_tools(actions: Sequence[Action], teacher: Sequence[TeacherSample]) -
     return sorted(called & wanted)
 
 
+def _rewards(actions: Sequence[Action], counts: Sequence[int], name: GroupName, rules: GroupRules) -> list[float]:
+    values = [_reward(rules.reward, action, count, rules) for action, count in zip(actions, counts, strict=True)]
+    if rules.reward == "shuffled":
+        seeds.python_random(*name.path, "shuffle").shuffle(values)
+    return values
+
+
 def _reward(kind: RewardKind, action: Action, count: int, rules: GroupRules) -> float:
     return reward(
         kind,
@@ -147,7 +154,7 @@ def _commit(
     """Index of the candidate to execute, ties broken by the group's name; None when it is no action."""
     valid = [not isinstance(action, Invalid) for action in actions]
     everyone = range(len(actions))
-    if not supervised or (rules.reward == "constant" and rules.commit == "best"):
+    if not supervised or (rules.reward in {"constant", "shuffled"} and rules.commit == "best"):
         pool = [i for i in everyone if valid[i]]
     elif rules.commit == "uniform":
         pool = list(everyone)

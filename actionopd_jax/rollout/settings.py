@@ -17,8 +17,9 @@ class GroupRules:
         num_teacher_samples: K, the nominal size of the teacher multiset.
         frequency_bonus: lambda; 0 gives the Binary Reward ablation.
         reward: what trains. `agreement`: the paper's reward. `validity`: +1 valid, -1 invalid, while the
-            agreement reward still selects what is executed. `constant`: the same for everything, a control
-            without signal that commits a uniform choice among the valid candidates.
+            agreement reward still selects what is executed. Two controls without signal commit a uniform choice
+            among the valid candidates: `constant`, the same for everything, never updates; `shuffled`, the
+            group's agreement rewards in random order, makes updates of the usual size that say nothing.
         commit: `best` of the agreement reward, or `uniform` over all N, invalid ones included (Random Commit).
         max_decisions: decisions of one trajectory.
         sampling: decoding settings of the student.

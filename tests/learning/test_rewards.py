@@ -62,6 +62,7 @@ def test_reward_of_each_kind():
     assert reward("agreement", 2, True, **numbers) == 1.25
     assert reward("validity", 2, True, **numbers) == validity_reward(True) == 1.0
     assert reward("validity", 0, False, **numbers) == validity_reward(False) == -1.0
+    assert reward("shuffled", 2, True, **numbers) == 1.25
     assert reward("constant", 0, False, **numbers) == reward("constant", 3, True, **numbers) == constant_reward()
 
 

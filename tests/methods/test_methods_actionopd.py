@@ -122,8 +122,9 @@ def test_examples_wrong_reward_shows_in_the_residual():
     assert abs(figures["reward_residual"]) > 0.01
 
 
-def test_examples_validity_reward_has_no_identity():
-    _, figures = examples([trajectory(0, group(0, [1.0, -1.0]))], rules("validity"), EPSILON)
+@pytest.mark.parametrize("kind", ["validity", "shuffled", "constant"])
+def test_examples_of_another_reward_have_no_identity(kind):
+    _, figures = examples([trajectory(0, group(0, [1.0, -1.0]))], rules(kind), EPSILON)
     assert "reward_residual" not in figures
     assert figures["reward_mean"] == 0
 

@@ -142,6 +142,35 @@ def test_collect_group_constant_reward_carries_no_signal():
     assert 65 < commits[0] < 135
 
 
+def test_collect_group_shuffled_reward_permutes_the_groups_agreement_rewards():
+    at_each = collections.Counter()
+    commits = collections.Counter()
+    for start in range(800):
+        group = collect([1, 2, 5, INVALID], start=start, reward="shuffled").group
+        earned = [candidate.reward for candidate in group.candidates]
+        assert sorted(earned) == [-1.0, 0.0, 1.0, 1.25]  # the same rewards, so the same size of update
+        assert [candidate.match_count for candidate in group.candidates] == [2, 1, 0, 0]
+        at_each.update(enumerate(earned))
+        commits[group.committed] += 1
+    assert len(at_each) == 16
+    assert all(abs(count - 200) < 61 for count in at_each.values())  # 5 standard deviations
+    assert set(commits) == {0, 1, 2}  # uniform among the valid ones, whatever they earned
+    assert all(abs(count - 800 / 3) < 67 for count in commits.values())
+
+
+def test_collect_group_shuffled_reward_derives_from_the_groups_name():
+    def shuffled(**changes):
+        return [rewards(collect([1, 2, 5, INVALID], reward="shuffled", start=start, **changes)) for start in range(20)]
+
+    assert shuffled() == shuffled()
+    assert len({tuple(earned) for earned in shuffled()}) > 5
+
+
+def test_collect_group_shuffled_reward_without_supervision_is_none():
+    matcher = ScriptedMatcher(lambda action, other: True)
+    assert rewards(collect([1, 5], source(matcher=matcher), reward="shuffled")) == [None, None]
+
+
 def test_collect_group_uniform_commit_includes_invalid():
     commits = collections.Counter()
     for start in range(300):
