@@ -31,17 +31,20 @@ def attend(
         end: exclusive end of each key's visibility. A query that sees nothing gets zeros.
         implementation: both give the same values up to rounding.
         block: length of query and key blocks of `blockwise`; shortened to T where T is shorter. Short blocks skip more
-            and keep their scores in the cache of a CPU core.
+            and keep their scores in the cache of a CPU core. Other lengths are padded to a multiple.
     """
     batch, length, heads, width = q.shape
     kv_heads = k.shape[2]
-    block = min(block, length)
-    if implementation == "dense" or length % block:
+    if implementation == "dense":
         return _dense(q, k, v, end)
+    block = min(block, length)
     grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, width)
+    padding = -length % block
+    if padding:  # padded keys end at 0: nobody sees them
+        grouped, k, v, end = (jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2)) for x in (grouped, k, v, end))
     # Sequential over the batch: a vectorised branch would compute both of its sides.
     out = jax.lax.map(lambda args: _blockwise(*args, block), (grouped, k, v, end))
-    return out.reshape(q.shape)
+    return out[:, :length].reshape(q.shape)
 
 
 def visible(end: Int32[Array, "B T"]) -> Bool[Array, "B T T"]:

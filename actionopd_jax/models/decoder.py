@@ -73,7 +73,7 @@ class Decoder(nnx.Module):
             self.head = normal((config.vocab_size, width))
 
     def layer_params(self) -> LayerParams:
-        """Stacked weights of all layers, each `[layers, ...]`, in the computation dtype where they are matrices."""
+        """Stacked float32 weights of all layers, each `[layers, ...]`."""
         return {name: param[...] for name, param in self.layers.items()}
 
     def head_weight(self) -> Float[Array, "V D"]:

@@ -62,6 +62,8 @@ def from_hf(values: dict[str, Any], source: str = "config.json") -> DecoderConfi
     Raises:
         StudentError: another architecture, an unsupported value, or a missing field; names it.
     """
+    if not isinstance(values, dict):
+        raise StudentError(f"{source}: must be a JSON object, got {type(values).__name__}")
     architectures = values.get("architectures") or []
     if not any(name in _QWEN3_ARCHITECTURES for name in architectures):
         raise StudentError(
@@ -72,20 +74,31 @@ def from_hf(values: dict[str, Any], source: str = "config.json") -> DecoderConfi
             raise StudentError(f"{source}: {name}={values[name]!r} is not supported (only {expected!r})")
     # transformers 5 moved rope_theta into rope_parameters; older files keep it at the top.
     rope = values.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default" or values.get("rope_scaling"):
-        raise StudentError(f"{source}: rope scaling {rope or values['rope_scaling']!r} is not supported")
+    scaling = values.get("rope_scaling")
+    if scaling or not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+        raise StudentError(f"{source}: rope scaling {scaling or rope!r} is not supported")
+    if any(kind != "full_attention" for kind in values.get("layer_types") or ()):
+        raise StudentError(f"{source}: layer_types={values['layer_types']!r} is not supported (only 'full_attention')")
     merged = {**values, "rope_theta": rope.get("rope_theta", values.get("rope_theta"))}
     kwargs: dict[str, Any] = {}
     for field in dataclasses.fields(DecoderConfig):
         value = merged.get(field.name)
         if value is None:
             raise StudentError(f"{source}: {field.name} is missing")
-        if field.type is not bool and (
-            isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
-        ):
-            raise StudentError(f"{source}: {field.name} must be a number, got {value!r}")
-        kwargs[field.name] = float(value) if field.type is float else field.type(value)  # type: ignore[operator]
+        kwargs[field.name] = _typed(field, value, source)
     return DecoderConfig(**kwargs)
+
+
+def _typed(field: dataclasses.Field, value: object, source: str) -> bool | int | float:
+    """The value, when it has the field's type; JSON's `true` is no number, and sizes are whole."""
+    if field.type is bool and isinstance(value, bool):
+        return value
+    if field.type is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if field.type is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    wanted = {bool: "true or false", int: "a whole number", float: "a finite number"}[field.type]
+    raise StudentError(f"{source}: {field.name} must be {wanted}, got {value!r}")
 
 
 def to_hf(config: DecoderConfig, eos_token_id: int) -> dict[str, Any]:
@@ -111,6 +124,6 @@ def load(folder: Path) -> DecoderConfig:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StudentError(f"{path} does not exist: student.path must name a folder with a Hugging Face model") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # neither JSON nor UTF-8
         raise StudentError(f"{path} is not valid JSON: {error}") from None
     return from_hf(values, str(path))

@@ -73,7 +73,8 @@ def generate(
         num_valid_ids: embedding rows from here on are never drawn.
     """
     model: Decoder = nnx.merge(graphdef, params)
-    layers = model.layer_params()
+    # Matrices are cast once, not at every token; the norms' scales stay float32.
+    layers = {name: x if x.ndim == 2 else x.astype(model.dtype) for name, x in model.layer_params().items()}
     head = model.head_weight()
     hidden, suffix_kv = _prefill(model, layers, prefix, suffix)
     last = jnp.take_along_axis(hidden, (suffix_lengths - 1)[:, None, None], axis=1)  # [B, 1, D]
@@ -130,9 +131,10 @@ def draw(
     else:
         count = min(sampling.top_k or num_valid_ids, num_valid_ids)
         top, top_ids = jax.lax.top_k(allowed, count)  # descending
-        probabilities = jax.nn.softmax(top, axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        top = jnp.where((before < sampling.top_p) | (jnp.arange(count) == 0), top, -jnp.inf)
+        if sampling.top_p < 1:  # at 1, rounding in the running sum would cut the tail
+            probabilities = jax.nn.softmax(top, axis=-1)
+            before = jnp.cumsum(probabilities, axis=-1) - probabilities
+            top = jnp.where((before < sampling.top_p) | (jnp.arange(count) == 0), top, -jnp.inf)
         noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (count,))))(keys)
         choice = jnp.argmax(top + noise, axis=-1)
         ids = jnp.take_along_axis(top_ids, choice[..., None], axis=-1)[..., 0]

@@ -38,6 +38,15 @@ class _Request:
     answer: asyncio.Future[list[Sample]]
 
 
+@dataclasses.dataclass(eq=False)
+class _Weights:
+    """The weights of one policy version, and the prefixes computed with them so far."""
+
+    params: nnx.State
+    version: int
+    prefixes: dict[int, KeyValues] = dataclasses.field(default_factory=dict)
+
+
 @dataclasses.dataclass
 class SamplerCounters:
     """What the sampler did so far."""
@@ -74,52 +83,59 @@ class EmbeddedSampler:
         max_wait_ms: float,
         prefixes: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._graphdef, self._params = nnx.split(model)
+        self._graphdef, params = nnx.split(model)
+        self._weights = _Weights(params, version=0)
         self._config = model.config
+        self._dtype = model.dtype
         self._end_id = end_id
         self._num_valid_ids = num_valid_ids
         self._slots = slots
         self._max_wait_s = max_wait_ms / 1000
         whole = (tuple(prefix[: len(prefix) // _PREFIX_MULTIPLE * _PREFIX_MULTIPLE]) for prefix in prefixes)
         self._prefixes = sorted((prefix for prefix in whole if prefix), key=len, reverse=True)
-        self._prefix_caches: dict[int, KeyValues] = {}
-        self._version = 0
         self._waiting: list[_Request] = []
         self._pump: asyncio.Task[None] | None = None
         self._arrived = asyncio.Event()
+        self._closed = False
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampler")
         self.counters = SamplerCounters()
 
     def set_weights(self, params: nnx.State, version: int) -> None:
         """Replaces the weights; nothing may be in flight."""
-        if self._waiting or (self._pump is not None and not self._pump.done()):
+        if self._pump is not None and not self._pump.done():
             raise ServiceError("the student's weights cannot be replaced while responses are being sampled")
-        self._params = params
-        self._prefix_caches.clear()
-        self._version = version
+        self._weights = _Weights(params, version)
 
     def close(self) -> None:
+        """Waits for the batch that is running; requests that still wait, and later ones, raise `ServiceError`."""
+        self._closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, n: int, seed: int) -> list[Sample]:
         """See `protocols.Sampler`.
 
         Raises:
-            ServiceError: an empty prompt, or ids outside the vocabulary.
+            ServiceError: an empty prompt, ids outside the vocabulary, or a closed sampler.
         """
         prompt = tuple(prompt_ids)
-        if not prompt or n < 1:
-            raise ServiceError(f"cannot sample {n} responses to a prompt of {len(prompt)} tokens")
+        if self._closed:
+            raise ServiceError("the sampler is closed")
+        if not prompt or n < 1 or sampling.max_tokens < 1:
+            raise ServiceError(
+                f"cannot sample {n} responses of up to {sampling.max_tokens} tokens to a prompt of {len(prompt)} tokens"
+            )
         if min(prompt) < 0 or max(prompt) >= self._config.vocab_size:
             raise ServiceError(f"prompt has ids outside the vocabulary of {self._config.vocab_size}")
         prefix = next((i for i, p in enumerate(self._prefixes) if len(p) < len(prompt) and prompt[: len(p)] == p), -1)
         suffix = prompt[len(self._prefixes[prefix]) :] if prefix >= 0 else prompt
         key = _BatchKey(prefix, _bucket(len(suffix)), sampling, n)
         request = _Request(key, suffix, seed, asyncio.get_running_loop().create_future())
+        if self._pump is None or self._pump.done():
+            self._waiting.clear()  # left only where an event loop was shut down in mid-batch
+            self._arrived = asyncio.Event()  # of this event loop
+            self._pump = asyncio.create_task(self._run())
         self._waiting.append(request)
         self._arrived.set()
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._run())
         return await request.answer
 
     async def _run(self) -> None:
@@ -129,6 +145,11 @@ class EmbeddedSampler:
             await self._fill(self._waiting[0].key)
             self._waiting = [request for request in self._waiting if not request.answer.done()]
             if not self._waiting:
+                return
+            if self._closed:
+                for request in self._waiting:
+                    request.answer.set_exception(ServiceError("the sampler was closed"))
+                self._waiting.clear()
                 return
             key = self._waiting[0].key
             batch = [request for request in self._waiting if request.key == key][: self._slots]
@@ -156,6 +177,7 @@ class EmbeddedSampler:
 
     def _sample(self, key: _BatchKey, batch: Sequence[_Request]) -> list[list[Sample]]:
         start = time.perf_counter()
+        weights = self._weights
         suffix = np.zeros((self._slots, key.suffix_bucket), np.int32)
         lengths = np.ones(self._slots, np.int32)
         seeds = np.zeros((self._slots, 2), np.uint32)
@@ -165,8 +187,8 @@ class EmbeddedSampler:
             seeds[row] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
         out = generate(
             self._graphdef,
-            self._params,
-            self._prefix(key.prefix),
+            weights.params,
+            self._prefix(weights, key.prefix),
             jnp.asarray(suffix),
             jnp.asarray(lengths),
             jnp.asarray(np.arange(self._slots) < len(batch)),
@@ -176,7 +198,7 @@ class EmbeddedSampler:
             num_valid_ids=min(self._num_valid_ids, self._config.vocab_size),
             end_id=self._end_id,
         )
-        samples = self._unpack(jax.device_get(out), len(batch))
+        samples = _unpack(jax.device_get(out), len(batch), self._end_id, weights.version)
         self.counters.batches += 1
         self.counters.prompts += len(batch)
         self.counters.prompt_tokens += sum(len(request.suffix) for request in batch)
@@ -184,27 +206,28 @@ class EmbeddedSampler:
         self.counters.busy_s += time.perf_counter() - start
         return samples
 
-    def _prefix(self, index: int) -> KeyValues:
+    def _prefix(self, weights: _Weights, index: int) -> KeyValues:
         if index < 0:
             shape = (self._config.num_hidden_layers, 0, self._config.num_key_value_heads, self._config.head_dim)
-            empty = jnp.zeros(shape, nnx.merge(self._graphdef, self._params).dtype)
-            return KeyValues(empty, empty)
-        if index not in self._prefix_caches:
+            return KeyValues(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype))
+        if index not in weights.prefixes:
             tokens = jnp.asarray(self._prefixes[index], jnp.int32)
-            self._prefix_caches[index] = prefill_prefix(self._graphdef, self._params, tokens)
-        return self._prefix_caches[index]
+            weights.prefixes[index] = prefill_prefix(self._graphdef, weights.params, tokens)
+        return weights.prefixes[index]
 
-    def _unpack(self, out: Generated, rows: int) -> list[list[Sample]]:
-        samples: list[list[Sample]] = []
-        for row in range(rows):
-            candidates = []
-            for i, length in enumerate(out.lengths[row]):
-                ids = tuple(int(x) for x in out.ids[row, i, :length])
-                logprobs = tuple(float(x) for x in out.logprobs[row, i, :length])
-                finish = Finish.STOP if ids[-1] == self._end_id else Finish.LENGTH
-                candidates.append(Sample(ids, logprobs, finish, self._version))
-            samples.append(candidates)
-        return samples
+
+def _unpack(out: Generated, rows: int, end_id: int, version: int) -> list[list[Sample]]:
+    """The samples of the first `rows` prompts of a batch."""
+    samples: list[list[Sample]] = []
+    for row in range(rows):
+        candidates = []
+        for i, length in enumerate(out.lengths[row]):
+            ids = tuple(int(x) for x in out.ids[row, i, :length])
+            logprobs = tuple(float(x) for x in out.logprobs[row, i, :length])
+            finish = Finish.STOP if ids[-1] == end_id else Finish.LENGTH
+            candidates.append(Sample(ids, logprobs, finish, version))
+        samples.append(candidates)
+    return samples
 
 
 def _bucket(length: int) -> int:

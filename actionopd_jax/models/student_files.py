@@ -27,11 +27,10 @@ def resolve(path: str) -> Path:
         if not folder.is_dir():
             raise StudentError(f"student {path} is not a folder; give a folder with a Hugging Face model, or builtin:NAME")
         return folder
-    folder = _ASSETS / path.removeprefix(_BUILTIN)
-    if not folder.is_dir():
-        known = ", ".join(sorted(_BUILTIN + entry.name for entry in _ASSETS.glob("*") if entry.is_dir()))
-        raise StudentError(f"student {path} does not ship with this package; there are: {known}")
-    return folder
+    known = {_BUILTIN + entry.name: entry for entry in _ASSETS.iterdir() if entry.is_dir()}
+    if path not in known:
+        raise StudentError(f"student {path} does not ship with this package; there are: {', '.join(sorted(known))}")
+    return known[path]
 
 
 def load_student(folder: Path, tokenizer_size: int, compute_dtype: str, remat: bool, random_seed: int | None) -> Decoder:

@@ -76,18 +76,26 @@ def _top_entries(config: DecoderConfig) -> dict[str, tuple[str, _Entry]]:
     return entries
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, of a sharded checkpoint."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:  # ValueError: neither JSON nor UTF-8
+        raise StudentError(f"{index} is not a safetensors index: {error!r}") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise StudentError(f"{index} is not a safetensors index: weight_map must map tensor names to file names")
+    return weight_map
+
+
 class _Checkpoint:
     """The safetensors files of a folder, read one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
-        if (folder / _INDEX).exists():
-            try:
-                self._files = dict(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"])
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise StudentError(f"{folder / _INDEX} is not a safetensors index: {error!r}") from error
-        elif (folder / _FILE).exists():
+        if (folder / _FILE).exists():  # before an index, as `transformers` does
             with self._open(folder / _FILE) as file:
                 self._files = dict.fromkeys(file.keys(), _FILE)
+        elif (folder / _INDEX).exists():
+            self._files = _weight_map(folder / _INDEX)
         else:
             raise StudentError(f"{folder} has neither {_FILE} nor {_INDEX}")
         self._folder = folder
@@ -97,15 +105,19 @@ class _Checkpoint:
     def _open(path: Path) -> "safetensors.safe_open":
         try:
             return safetensors.safe_open(path, framework="flax")
-        except (safetensors.SafetensorError, FileNotFoundError) as error:
+        except (safetensors.SafetensorError, OSError) as error:
             raise StudentError(f"{path} cannot be read (missing, truncated or not safetensors): {error}") from error
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """One tensor as float32."""
         if name not in self._files:
             raise StudentError(f"{self._folder}: tensor {name} is missing")
-        with self._open(self._folder / self._files[name]) as file:
-            tensor = file.get_tensor(name)
+        path = self._folder / self._files[name]
+        with self._open(path) as file:
+            try:
+                tensor = file.get_tensor(name)
+            except safetensors.SafetensorError as error:
+                raise StudentError(f"{path} does not hold the tensor {name} that {_INDEX} places there: {error}") from error
         if tensor.shape != shape:
             raise StudentError(
                 f"{self._folder}: tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}"
