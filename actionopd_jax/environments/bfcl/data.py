@@ -94,7 +94,7 @@ def _task_file(category: str) -> str:
 
 def _lines(path: pathlib.Path) -> list[JsonObject]:
     if not path.is_file():
-        raise ConfigError(f"{path} is missing; reinstall with: pip install 'actionopd-jax[bfcl]'")
+        raise ConfigError(f"{path} is missing; reinstall with: pip install --force-reinstall --no-deps bfcl-eval==2026.3.23")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
