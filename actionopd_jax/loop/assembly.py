@@ -1,5 +1,6 @@
 """Builds the parts of a run from its settings."""
 
+import asyncio
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from actionopd_jax import environments
 from actionopd_jax.chat.prompt import ContextOverflow, PromptBuilder
 from actionopd_jax.chat.tokenizer import ChatTokenizer
 from actionopd_jax.config import EvaluationConfig, RunConfig, SourceConfig
-from actionopd_jax.errors import ConfigError
+from actionopd_jax.errors import ConfigError, EnvironmentFailure
 from actionopd_jax.methods.actionopd import ActionOPD
 from actionopd_jax.methods.base import Method
 from actionopd_jax.methods.kd import KD
@@ -21,8 +22,10 @@ from actionopd_jax.protocols import Suite
 from actionopd_jax.records import State, Task, digest
 from actionopd_jax.rollout.collector import Collector, Progress
 from actionopd_jax.rollout.group import Source
+from actionopd_jax.rollout.interaction import History
 from actionopd_jax.rollout.settings import GroupRules
 from actionopd_jax.rollout.student import Student
+from actionopd_jax.rollout.workers import EnvironmentWorker
 from actionopd_jax.services.cache import Cache
 from actionopd_jax.services.matcher import SemanticMatcher
 from actionopd_jax.services.teacher import MultisetTeacher
@@ -75,17 +78,11 @@ class Parts:
         """What the first prompts of a source's tasks begin with, if it is worth keeping: at most one sequence."""
         prompts: list[tuple[int, ...]] = []
         for task in tasks[:_PREFIX_PROBES]:
-            environment = suite.make(task)
             try:
-                start = environment.reset()
-                state = State(
-                    suite.name, start.messages, start.tools, start.allow_tool_calls, start.allow_messages, start.rules
-                )
+                state = asyncio.run(_first_state(suite, task, self.config.rollout.environment_timeout_s))
                 prompts.append(self.prompts.build(state).ids)
-            except ContextOverflow:
-                continue  # such a task ends with reason `context` when it is played
-            finally:
-                environment.close()
+            except (ContextOverflow, EnvironmentFailure):
+                continue  # that ends the episode when the task is played, not the run
         columns = zip(*prompts, strict=False)  # to the end of the shortest
         common = tuple(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
         return [common] if len(common) >= _SHORTEST_PREFIX and len(prompts) > 1 else []
@@ -153,6 +150,13 @@ def build_method(parts: Parts, student: Student, rollouts: Path, progress: Progr
         progress=progress,
     )
     return ActionOPD(collector, config.update.advantage_epsilon)
+
+
+async def _first_state(suite: Suite, task: Task, timeout_s: float) -> State:
+    history = History(suite.name)
+    async with EnvironmentWorker(suite, task, timeout_s) as environment:
+        history.observe(await environment.reset())
+    return history.state()
 
 
 def _tasks(suite: Suite, config: SourceConfig | EvaluationConfig, name: str) -> list[Task]:

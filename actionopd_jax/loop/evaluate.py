@@ -1,6 +1,7 @@
 """Greedy evaluation of a student on the configured tasks."""
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,14 +83,16 @@ def evaluate(config: RunConfig, workdir: Path, student: str | None, output: Path
         UserError: no checkpoint, a student that does not load, or records of another evaluation in the way.
     """
     console = Console(stderr=True)
+    if student is None and not Workdir(workdir, is_new=False).checkpoints.is_dir():
+        raise RunStateError(f"{workdir} holds no checkpoint to evaluate; train first, or name a student with --student")
     with lock(workdir):
         parts = Parts(config, student)
-        name, identity = "student", {"path": str(parts.folder.resolve())}
         sampler = parts.sampler(parts.shared_prefix(parts.evaluation_suite, parts.evaluation_tasks))
         if student is None:
             step = _restore(parts, sampler, workdir)
             name, identity = f"step_{step:06d}", {"run": digest(what_matters(config)), "step": step}
         else:
+            identity = {"path": str(parts.folder.resolve()), "files": _files_digest(parts.folder)}
             name = f"student_{digest(identity)[:12]}"
         folder = Workdir(workdir, is_new=False).evaluations
         records = folder / f"{name}.jsonl"
@@ -107,11 +110,19 @@ def evaluate(config: RunConfig, workdir: Path, student: str | None, output: Path
 def _restore(parts: Parts, sampler: EmbeddedSampler, workdir: Path) -> int:
     """Puts the weights of the last checkpoint into the sampler; returns its step."""
     folder = Workdir(workdir, is_new=False).checkpoints
-    if not folder.is_dir():
-        raise RunStateError(f"{workdir} holds no checkpoint to evaluate; train first, or name a student with --student")
     updater = Updater(parts.graphdef, parts.config.update, temperature=1.0)
     abstract = abstract_state(updater.create_state(nnx.split(parts.model)[1]))
     with Checkpointer(folder, keep=parts.config.checkpoint.keep) as checkpoints:
         state, progress = checkpoints.restore(abstract, digest(what_matters(parts.config)))
     sampler.set_weights(state.params, int(state.policy_version))
     return progress.step
+
+
+def _files_digest(folder: Path) -> str:
+    """Of the contents: other weights under the same path are another student."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in {".safetensors", ".json", ".jinja"})
+    found: dict[str, str] = {}
+    for path in files:
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digest(found)

@@ -8,8 +8,9 @@ from flax import nnx
 from rich.console import Console
 
 from actionopd_jax.config import RunConfig
+from actionopd_jax.errors import UserError
 from actionopd_jax.evaluation.result import EvaluationResult
-from actionopd_jax.evaluation.table import read_result, result_table, write_result
+from actionopd_jax.evaluation.table import result_table, write_result
 from actionopd_jax.loop.assembly import Parts, Sources, build_method
 from actionopd_jax.loop.display import EpisodeProgress, TrainingProgress, summary_table
 from actionopd_jax.loop.evaluate import evaluate_student
@@ -38,7 +39,13 @@ def train(config: RunConfig, workdir: Path) -> JsonObject:
     """
     console = Console(stderr=True)
     with open_workdir(workdir, config) as folders, Cache(folders.path / "cache.sqlite") as cache:
-        return asyncio.run(_Run(config, folders, cache, console).run())
+        try:
+            run = _Run(config, folders, cache, console)
+        except UserError:
+            if folders.is_new:  # nothing was computed: mended settings may use the directory
+                (folders.path / "config.json").unlink()
+            raise
+        return asyncio.run(run.run())
 
 
 class _Run:
@@ -61,18 +68,18 @@ class _Run:
         """Algorithm 1, from wherever the work directory stands."""
         config = self._config
         with Checkpointer(self._folders.checkpoints, keep=config.checkpoint.keep) as checkpoints:
+            before = await self._evaluate(0)  # the sampler holds the weights that the run began with
             state = self._restore(checkpoints)
-            before = await self._evaluate(0)
             first = int(state.step)
             with MetricsWriter(self._folders.path, first or None) as metrics, self._progress.shown(first):
                 for step in range(first, config.steps):
+                    if step > 0 and config.evaluation.every_steps and step % config.evaluation.every_steps == 0:
+                        await self._evaluate(step)
                     state, line = await self._step(state, step)
                     metrics.write(step + 1, line)
                     self._progress.step_done(step + 1, line)
                     if (step + 1) % config.checkpoint.every_steps == 0 or step + 1 == config.steps:
                         self._save(checkpoints, state)
-                    if config.evaluation.every_steps and (step + 1) % config.evaluation.every_steps == 0:
-                        await self._evaluate(step + 1)
             after = await self._evaluate(int(state.step))
         self._sampler.close()
         export_student(self._parts, state.params, self._folders.path / "student")
@@ -120,10 +127,8 @@ class _Run:
         checkpoints.save(state, progress)
 
     async def _evaluate(self, step: int) -> EvaluationResult:
-        """Evaluates the weights that the sampler holds as those of `step`; a result on disk stands."""
+        """Evaluates the weights that the sampler holds as those of `step`; episodes on disk are not played again."""
         path = self._folders.evaluations / f"step_{step:06d}.json"
-        if path.exists():
-            return read_result(path)
         identity: JsonObject = {"run": self._digest, "step": step}
         with EpisodeProgress(self._console, f"evaluating step {step}") as progress:
             result = await evaluate_student(self._parts, self._sampler, identity, path.with_suffix(".jsonl"), progress)
