@@ -39,7 +39,7 @@ from actionopd_jax.records import JsonObject, Trajectory
 from actionopd_jax.rollout.store import read_trajectories
 
 _POLL_S = 0.002
-_PHASES = {"startup": 0.1, "evaluate": 0.1, "collect": 0.35, "update": 0.25, "checkpoint": 0.2}
+_PHASES = {"startup": 0.1, "evaluate": 0.05, "collect": 0.5, "update": 0.2, "checkpoint": 0.15}
 """Shares of the kills that are aimed at each phase."""
 
 
@@ -196,9 +196,9 @@ def main() -> None:
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = flags.workdir or Path(temporary)
-        jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         config = settings(flags.student, flags.steps, flags.thinking, flags.response_tokens)
         result = measure(folder, config, flags.kills, flags.seed)
     print(json.dumps(result))
