@@ -1,14 +1,18 @@
 """Builds the student that ships with the package, `builtin:service_desk`, from nothing.
 
-    python launch/build_service_desk_student.py tokenizer runs/student
-    actionopd train --config configs/service_desk_base.py --config.student.path=runs/student --workdir runs/base
-    python launch/build_service_desk_student.py weights runs/base runs/student --step 240
+    python launch/build_service_desk_student.py start runs/start
+    actionopd train --config configs/service_desk_base.py --config.student.path=runs/start --workdir runs/base
+    python launch/build_service_desk_student.py weights runs/base runs/student --step @@STEP@@
     python launch/build_service_desk_student.py install runs/student
 
-Half a minute, about an hour on two CPU cores, and seconds. `tokenizer` trains one on conversations of the scripted
-expert and writes it with the model's `config.json`; `weights` exports a checkpoint, chosen by the evaluations in the
-run's folder: good enough to be rewarded at times, bad enough to have something to learn; `install` copies the
-finished folder into the package.
+Half a minute, some minutes on two CPU cores, and seconds. `start` trains a tokenizer on conversations of the scripted
+expert and writes it with the model's config and first weights; `weights` exports a checkpoint, chosen by evaluation:
+good enough to be rewarded at times, bad enough to have something to learn; `install` copies it into the package.
+
+The first weights are random except for what any pretrained model has and a million parameters would need tens of
+millions of tokens to find: heads that copy. One head of layer 0 looks at the token before, one of layer 1 looks for an
+earlier place where the current token was the one before and copies what stood there (an induction circuit), and the
+heads above copy whatever they attend to. What is worth attending to is left to training.
 """
 
 import argparse
@@ -18,7 +22,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax.numpy as jnp
 import msgspec
+import numpy as np
 from flax import nnx
 
 import actionopd_jax
@@ -27,8 +33,10 @@ from actionopd_jax.config import RunConfig, build
 from actionopd_jax.environments.service_desk import ServiceDeskSuite, transcripts
 from actionopd_jax.loop.assembly import Parts
 from actionopd_jax.loop.export import export_student
-from actionopd_jax.models import decoder_config
+from actionopd_jax.models import decoder_config, weights
+from actionopd_jax.models.decoder import Decoder
 from actionopd_jax.records import digest
+from actionopd_jax.seeds import numpy_random
 from actionopd_jax.training.checkpoint import Checkpointer
 from actionopd_jax.training.state import abstract_state
 from actionopd_jax.training.update import Updater
@@ -39,6 +47,9 @@ _NUM_TRANSCRIPTS = 400
 _TOOL_REPEATS = 20  # every prompt holds the tools: their words weigh as much as those of the conversations
 _VOCABULARY = 1280
 _ROWS_MULTIPLE = 64
+_EMBEDDING_SCALE = 0.08
+_SHARPNESS = 2.2  # of the induction circuit's attention, through the query and key norms
+_CONSTANT = 4.0  # one embedding dimension is the same for all tokens: what position-only attention can hold on to
 
 
 def corpus() -> Iterator[str]:
@@ -59,8 +70,8 @@ def corpus() -> Iterator[str]:
         yield from [text] * _TOOL_REPEATS
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Writes the tokenizer, and the `config.json` of a decoder of about a million weights that fits it."""
+def write_start(folder: Path) -> None:
+    """Writes the tokenizer, and a decoder of about a million weights that fits it."""
     tokenizer = train_tokenizer(corpus(), _VOCABULARY)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder)
@@ -77,9 +88,58 @@ def write_tokenizer(folder: Path) -> None:
         tie_word_embeddings=True,
         max_position_embeddings=4096,
     )
-    values = decoder_config.to_hf(config, tokenizer.end_id)
-    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    add_copying_heads(model, numpy_random("copying heads"))
+    weights.save(model, folder, tokenizer.end_id)
     print(f"{folder}: a tokenizer of {tokenizer.vocab_size} ids, a model of {config.num_parameters} weights")
+
+
+def add_copying_heads(model: Decoder, rng: np.random.Generator) -> None:
+    """Writes key head 0 (query heads 0 and 1) of layers 0 and 1, and values and outputs above; the rest stays random."""
+    config, heads = model.config, (0, 1)
+    width, head = config.hidden_size, config.head_dim
+    layers = {name: np.array(param[...]) for name, param in model.layers.items()}
+    embedding = _EMBEDDING_SCALE * rng.normal(size=(config.vocab_size, width))
+    embedding[:, 0] = _EMBEDDING_SCALE * _CONSTANT
+    frequency = config.rope_theta ** -(np.arange(0, head, 2) / head)
+
+    def basis() -> np.ndarray:
+        """`[head, width]` orthonormal rows that do not see the constant dimension."""
+        rows = np.linalg.qr(rng.normal(size=(width, head)))[0].T
+        rows[:, 0] = 0
+        return rows
+
+    token, previous = basis(), basis()
+    # Layer 0: a constant query and key whose two fastest rotations agree exactly one position apart.
+    fast = np.arange(2)
+    query = np.zeros((width, head))
+    query[0, fast], query[0, fast + head // 2] = np.cos(frequency[fast]), -np.sin(frequency[fast])
+    layers["query"][0][:, heads] = query[:, None]
+    layers["key"][0, :, 0] = 0
+    layers["key"][0, 0, 0, fast] = 1
+    layers["value"][0, :, 0] = token.T
+    layers["output"][0, heads, ...] = 1.5 * _EMBEDDING_SCALE * previous
+    # Layer 1: this token, compared with the token before, where rotation over a prompt's length is small.
+    slow = np.flatnonzero(frequency < 0.006)
+    dims = np.concatenate([slow, slow + head // 2])
+    place = np.zeros((head, head))
+    place[dims] = np.linalg.qr(rng.normal(size=(head, len(dims))))[0].T
+    layers["query"][1][:, heads] = (place @ token).T[:, None]
+    layers["key"][1, :, 0] = (place @ previous).T
+    for norm in ("query_norm", "key_norm"):
+        layers[norm][:2] = _SHARPNESS
+    group = config.num_attention_heads // config.num_key_value_heads
+    copying = [
+        (1, 0),
+        *((layer, i) for layer in range(2, config.num_hidden_layers) for i in range(config.num_key_value_heads)),
+    ]
+    for layer, key_head in copying:
+        copied = basis()
+        layers["value"][layer, :, key_head] = copied.T
+        layers["output"][layer, key_head * group : (key_head + 1) * group, ...] = _EMBEDDING_SCALE * copied
+    for name, values in layers.items():
+        model.layers[name].set_value(jnp.asarray(values, jnp.float32))
+    model.embedding.set_value(jnp.asarray(embedding, jnp.float32))
 
 
 def write_weights(run: Path, folder: Path, step: int) -> None:
@@ -101,16 +161,16 @@ def main() -> None:
     """Reads the command and runs it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="command")
-    tokenizer = commands.add_parser("tokenizer", help="train the tokenizer, write the model's config")
-    weights = commands.add_parser("weights", help="export a checkpoint of a run")
-    weights.add_argument("run", type=Path, help="work directory of the run")
-    weights.add_argument("--step", type=int, required=True, help="which checkpoint")
+    begin = commands.add_parser("start", help="train the tokenizer, write the model's config and first weights")
+    chosen = commands.add_parser("weights", help="export a checkpoint of a run")
+    chosen.add_argument("run", type=Path, help="work directory of the run")
+    chosen.add_argument("--step", type=int, required=True, help="which checkpoint")
     install = commands.add_parser("install", help="copy a finished student into the package")
-    for command in (tokenizer, weights, install):
+    for command in (begin, chosen, install):
         command.add_argument("folder", type=Path, help="the student's folder")
     flags = parser.parse_args()
-    if flags.command == "tokenizer":
-        write_tokenizer(flags.folder)
+    if flags.command == "start":
+        write_start(flags.folder)
     elif flags.command == "weights":
         write_weights(flags.run, flags.folder, flags.step)
     else:

@@ -17,7 +17,7 @@ from actionopd_jax.models.generation import Generated, KeyValues, generate, pref
 from actionopd_jax.records import Finish, Sample, Sampling
 
 _PREFIX_MULTIPLE = 64
-_SMALLEST_SUFFIX = 128
+_SMALLEST_SUFFIX = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +231,7 @@ def _unpack(out: Generated, rows: int, end_id: int, version: int) -> list[list[S
 
 
 def _bucket(length: int) -> int:
-    """Padded suffix length: multiples of 128 up to 512, then powers of two and the middles between them."""
+    """Padded suffix length: multiples of 256 up to 1024, then powers of two and the middles between them."""
     if length <= 4 * _SMALLEST_SUFFIX:
         return -(-length // _SMALLEST_SUFFIX) * _SMALLEST_SUFFIX
     power = 1 << (length - 1).bit_length()
