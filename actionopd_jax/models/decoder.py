@@ -1,8 +1,10 @@
-"""A dense Qwen3 decoder in Flax NNX: RMS norms, rotary positions, grouped-query attention with query/key norms, SwiGLU.
+"""A dense decoder in Flax NNX: RMS norms, rotary positions, grouped-query attention, SwiGLU.
 
-Layers are stacked along a leading axis and scanned, so that compile time does not grow with depth.
-Weights stay float32; activations are computed in `dtype`. The layer's arithmetic is written once and
-serves training (`hidden_states`) and the sampler (`project_qkv`, `finish_layer`).
+One module for the Qwen3, Qwen2 and Llama families: query/key norms and attention biases exist where the
+config says so. Layers are stacked along a leading axis and scanned, so that compile time does not grow
+with depth. Weights are float32 unless asked otherwise; activations are computed in `dtype`. The layer's
+arithmetic is written once and serves training (`hidden_states`) and the sampler (`project_qkv`,
+`finish_layer`).
 """
 
 import functools
@@ -13,10 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from actionopd_jax.models import attention
+from actionopd_jax.models import attention, rope
 from actionopd_jax.models.decoder_config import DecoderConfig
 
 LayerParams = dict[str, Array]
+Remat = bool
 
 
 class Decoder(nnx.Module):
@@ -29,6 +32,7 @@ class Decoder(nnx.Module):
         dtype: computation dtype of activations.
         attention_implementation: see `attention.attend`.
         remat: recompute each layer in the backward pass instead of keeping its activations.
+        param_dtype: of the stored weights.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.float32,
         attention_implementation: attention.Implementation = "blockwise",
         remat: bool = True,
+        param_dtype: Any = jnp.float32,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -48,10 +53,13 @@ class Decoder(nnx.Module):
         heads, kv_heads, head = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
         def normal(shape: tuple[int, ...], scale: float = 0.02) -> nnx.Param:
-            return nnx.Param(scale * jax.random.normal(rngs.params(), shape, jnp.float32))
+            return nnx.Param((scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(param_dtype))
 
         def ones(shape: tuple[int, ...]) -> nnx.Param:
-            return nnx.Param(jnp.ones(shape, jnp.float32))
+            return nnx.Param(jnp.ones(shape, param_dtype))
+
+        def zeros(shape: tuple[int, ...]) -> nnx.Param:
+            return nnx.Param(jnp.zeros(shape, param_dtype))
 
         residual_scale = 0.02 / (2 * depth) ** 0.5
         self.embedding = normal((config.vocab_size, width))
@@ -60,20 +68,27 @@ class Decoder(nnx.Module):
             query=normal((depth, width, heads, head)),
             key=normal((depth, width, kv_heads, head)),
             value=normal((depth, width, kv_heads, head)),
-            query_norm=ones((depth, head)),
-            key_norm=ones((depth, head)),
             output=normal((depth, heads, head, width), residual_scale),
             mlp_norm=ones((depth, width)),
             gate=normal((depth, width, ffw)),
             up=normal((depth, width, ffw)),
             down=normal((depth, ffw, width), residual_scale),
         )
+        if config.query_key_norm:
+            self.layers["query_norm"] = ones((depth, head))
+            self.layers["key_norm"] = ones((depth, head))
+        if config.qkv_bias:
+            self.layers["query_bias"] = zeros((depth, heads, head))
+            self.layers["key_bias"] = zeros((depth, kv_heads, head))
+            self.layers["value_bias"] = zeros((depth, kv_heads, head))
+        if config.output_bias:
+            self.layers["output_bias"] = zeros((depth, width))
         self.final_norm = ones((width,))
         if not config.tie_word_embeddings:
             self.head = normal((config.vocab_size, width))
 
     def layer_params(self) -> LayerParams:
-        """Stacked weights of all layers, each `[layers, ...]`, in the computation dtype where they are matrices."""
+        """Stacked weights of all layers, each `[layers, ...]`."""
         return {name: param[...] for name, param in self.layers.items()}
 
     def head_weight(self) -> Float[Array, "V D"]:
@@ -114,10 +129,13 @@ Rotation = tuple[Float[Array, "... C"], Float[Array, "... C"]]
 
 
 def rotary(positions: Int32[Array, "..."], config: DecoderConfig) -> Rotation:
-    """Cosine and sine of the rotary angles, `[..., head_dim / 2]`, in float32."""
-    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    angles = positions[..., None].astype(jnp.float32) * config.rope_theta**-exponents
-    return jnp.cos(angles), jnp.sin(angles)
+    """Cosine and sine of the rotary angles, `[..., head_dim / 2]`, in float32; larger than 1 under some scalings."""
+    frequencies = rope.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if config.rope_scaling is None:
+        return cos, sin
+    return cos * config.rope_scaling.amplitude, sin * config.rope_scaling.amplitude
 
 
 def _rotate(x: Float[Array, "... H C"], rotation: Rotation) -> Float[Array, "... H C"]:
@@ -139,8 +157,13 @@ def project_qkv(
     """Rotated queries `[..., H, C]`, rotated keys and values `[..., K, C]` of one layer."""
     y = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
     q, k, v = (jnp.einsum("...d,dhc->...hc", y, params[name].astype(y.dtype)) for name in ("query", "key", "value"))
-    q = rms_norm(q, params["query_norm"], config.rms_norm_eps)
-    k = rms_norm(k, params["key_norm"], config.rms_norm_eps)
+    if config.qkv_bias:
+        q, k, v = (
+            x + params[name].astype(y.dtype) for x, name in ((q, "query_bias"), (k, "key_bias"), (v, "value_bias"))
+        )
+    if config.query_key_norm:
+        q = rms_norm(q, params["query_norm"], config.rms_norm_eps)
+        k = rms_norm(k, params["key_norm"], config.rms_norm_eps)
     return _rotate(q, rotation), _rotate(k, rotation), v
 
 
@@ -149,6 +172,8 @@ def finish_layer(
 ) -> Array:
     """Output projection and MLP of one layer, with both residual additions."""
     x = x + jnp.einsum("...hc,hcd->...d", mixed, params["output"].astype(x.dtype))
+    if config.output_bias:
+        x = x + params["output_bias"].astype(x.dtype)
     y = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
     gated = jax.nn.silu(y @ params["gate"].astype(y.dtype)) * (y @ params["up"].astype(y.dtype))
     return x + gated @ params["down"].astype(y.dtype)
