@@ -61,7 +61,8 @@ def _train(config: RunConfig, flags: argparse.Namespace) -> int:
 
 
 def _evaluate(config: RunConfig, flags: argparse.Namespace) -> int:
-    if flags.student is not None and not flags.student.startswith("builtin:") and not Path(flags.student).is_dir():
+    is_name = flags.student is not None and flags.student.startswith(("builtin:", "hf://"))
+    if flags.student is not None and not is_name and not Path(flags.student).is_dir():
         raise ConfigError(f"--student {flags.student} is not a folder; give a model folder or builtin:NAME")
     if flags.output is not None:
         if flags.output.is_dir():
@@ -70,6 +71,29 @@ def _evaluate(config: RunConfig, flags: argparse.Namespace) -> int:
     from actionopd_jax import loop
 
     _print_summary(loop.evaluate(config, flags.workdir, flags.student, flags.output))
+    return 0
+
+
+def _export(config: RunConfig, flags: argparse.Namespace) -> int:
+    if not flags.max_shard_gb > 0:
+        raise ConfigError(f"--max-shard-gb must be positive, got {flags.max_shard_gb}")
+    if flags.output.exists() and not (flags.output.is_dir() and not any(flags.output.iterdir())):
+        raise ConfigError(f"--output {flags.output} exists already; name a new folder")
+    _check_folder(flags.output.absolute().parent, flag="--output")
+    if not flags.workdir.is_dir():
+        raise ConfigError(f"--workdir {flags.workdir} is not a folder; name the work directory of a run")
+    from actionopd_jax import loop
+
+    _print_summary(
+        loop.export(
+            config,
+            flags.workdir,
+            flags.output,
+            step=flags.step,
+            dtype=flags.dtype,
+            max_shard_gb=flags.max_shard_gb,
+        )
+    )
     return 0
 
 
@@ -88,11 +112,16 @@ def _parser() -> argparse.ArgumentParser:
 
     train = _add_command(commands, "train", "train a student, or continue a run that its work directory holds", _train)
     evaluate = _add_command(commands, "evaluate", "play the evaluation tasks greedily, without a teacher", _evaluate)
-    for command in (train, evaluate):
+    export = _add_command(commands, "export", "write a checkpoint's student as a Hugging Face model folder", _export)
+    for command in (train, evaluate, export):
         command.add_argument("--config", required=True, metavar="FILE[:VARIANT]", help="config file (Python)")
         command.add_argument("--workdir", required=True, type=Path, metavar="DIR", help="files of the run")
     evaluate.add_argument("--student", metavar="PATH", help="model folder or builtin:NAME; default: the last checkpoint")
     evaluate.add_argument("--output", type=Path, metavar="FILE", help="where to write the result as JSON")
+    export.add_argument("--output", required=True, type=Path, metavar="DIR", help="the new model folder")
+    export.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; default: the latest")
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the stored weights")
+    export.add_argument("--max-shard-gb", type=float, default=5.0, metavar="X", help="size of a weight file, GiB (5)")
     return parser
 
 

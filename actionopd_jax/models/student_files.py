@@ -13,6 +13,7 @@ from actionopd_jax import seeds
 from actionopd_jax.errors import StudentError
 from actionopd_jax.models import decoder_config, weights
 from actionopd_jax.models.decoder import Decoder, Remat
+from actionopd_jax.models.decoder_config import DecoderConfig
 
 _BUILTIN = "builtin:"
 _HUB = "hf://"
@@ -56,6 +57,14 @@ def resolve(path: str) -> Path:
         ) from error
 
 
+def student_config(folder: Path, tokenizer_size: int) -> DecoderConfig:
+    """The decoder's shapes; refuses a tokenizer that has more ids than the embedding has rows."""
+    config = decoder_config.load(folder)
+    if tokenizer_size > config.vocab_size:
+        raise StudentError(f"{folder}: the tokenizer has {tokenizer_size} ids, the embedding only {config.vocab_size} rows")
+    return config
+
+
 def load_student(
     folder: Path,
     tokenizer_size: int,
@@ -77,9 +86,7 @@ def load_student(
         shardings: see `weights.load`; ignored where weights are drawn.
         param_dtype: of the weights, "float32" or "bfloat16".
     """
-    config = decoder_config.load(folder)
-    if tokenizer_size > config.vocab_size:
-        raise StudentError(f"{folder}: the tokenizer has {tokenizer_size} ids, the embedding only {config.vocab_size} rows")
+    config = student_config(folder, tokenizer_size)
     dtypes = {"dtype": _DTYPES[compute_dtype], "param_dtype": _DTYPES[param_dtype]}
     if random_seed is None:
         return weights.load(folder, remat=remat, shardings=shardings, **dtypes)
