@@ -30,6 +30,8 @@ class StudentConfig:
     path: str
     weights: Literal["pretrained", "random"] = "pretrained"  # random: config.json and tokenizer alone, seeded by the run
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # auto: pallas on TPUs, else blockwise; dense holds tokens x tokens.
+    attention: Literal["auto", "dense", "blockwise", "pallas"] = "auto"
     # What the backward pass recomputes: nothing; all but the results of matrix products; all of a layer (least memory).
     remat: Literal["none", "dots", "full"] = "full"
     max_prompt_tokens: int = 24_576

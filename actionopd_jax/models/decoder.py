@@ -7,19 +7,20 @@ arithmetic is written once and serves training (`hidden_states`) and the sampler
 `finish_layer`).
 """
 
-import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from actionopd_jax.models import attention, rope
+from actionopd_jax.models import attention, rope, sharding
 from actionopd_jax.models.decoder_config import DecoderConfig
 
 LayerParams = dict[str, Array]
-Remat = bool
+Remat = Literal["none", "dots", "full"]
+"""What the backward pass computes again: nothing; all but the results of matrix products; whole layers (least memory)."""
 
 
 class Decoder(nnx.Module):
@@ -31,7 +32,7 @@ class Decoder(nnx.Module):
             shrunk by sqrt(2 * layers)).
         dtype: computation dtype of activations.
         attention_implementation: see `attention.attend`.
-        remat: recompute each layer in the backward pass instead of keeping its activations.
+        remat: what the backward pass computes again; True is "full", False "none".
         param_dtype: of the stored weights.
     """
 
@@ -42,13 +43,13 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
         dtype: Any = jnp.float32,
         attention_implementation: attention.Implementation = "blockwise",
-        remat: bool = True,
+        remat: bool | Remat = True,
         param_dtype: Any = jnp.float32,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.attention_implementation: attention.Implementation = attention_implementation
-        self.remat = remat
+        self.remat: Remat = ("full" if remat else "none") if isinstance(remat, bool) else remat
         depth, width, ffw = config.num_hidden_layers, config.hidden_size, config.intermediate_size
         heads, kv_heads, head = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
@@ -93,11 +94,11 @@ class Decoder(nnx.Module):
 
     def head_weight(self) -> Float[Array, "V D"]:
         """Output projection, tied or not, in the computation dtype."""
-        weight = self.embedding if self.config.tie_word_embeddings else self.head
-        return weight[...].astype(self.dtype)
+        name = "embedding" if self.config.tie_word_embeddings else "head"
+        return sharding.gathered(name, getattr(self, name)[...].astype(self.dtype))
 
     def embed(self, tokens: Int32[Array, "..."]) -> Float[Array, "... D"]:
-        return self.embedding[...][tokens].astype(self.dtype)
+        return sharding.gathered("embedding", self.embedding[...])[tokens].astype(self.dtype)
 
     def final(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """The last norm, before the head."""
@@ -115,14 +116,26 @@ class Decoder(nnx.Module):
         """
         rotation = rotary(positions, self.config)
 
-        def layer(x: Array, params: LayerParams) -> tuple[Array, None]:
-            q, k, v = project_qkv(x, params, rotation, self.config)
-            mixed = attention.attend(q, k, v, end, self.attention_implementation)
-            return finish_layer(x, mixed, params, self.config), None
+        axes = ("batch", "length")
 
-        body = functools.partial(jax.checkpoint, prevent_cse=False)(layer) if self.remat else layer
-        x, _ = jax.lax.scan(body, self.embed(tokens), self.layer_params())
+        def layer(x: Array, params: LayerParams) -> tuple[Array, None]:
+            params = sharding.gathered_layer(params, self.dtype)
+            q, k, v = project_qkv(x, params, rotation, self.config, axes)
+            mixed = attention.attend(q, k, v, end, self.attention_implementation)
+            x = finish_layer(x, mixed, params, self.config, axes)
+            return sharding.constrain(x, "batch", "length_between_layers", None), None
+
+        x = sharding.constrain(self.embed(tokens), "batch", "length_between_layers", None)
+        x, _ = jax.lax.scan(rematerialised(layer, self.remat), x, self.layer_params())
         return self.final(x)
+
+
+def rematerialised(layer: Callable, remat: Remat) -> Callable:
+    """The body of a scan over layers, with a remat policy."""
+    if remat == "none":
+        return layer
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    return jax.checkpoint(layer, prevent_cse=False, policy=policy)
 
 
 Rotation = tuple[Float[Array, "... C"], Float[Array, "... C"]]
@@ -152,15 +165,20 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) ->
 
 
 def project_qkv(
-    x: Float[Array, "... D"], params: LayerParams, rotation: Rotation, config: DecoderConfig
+    x: Float[Array, "... D"],
+    params: LayerParams,
+    rotation: Rotation,
+    config: DecoderConfig,
+    axes: tuple[str, ...] = (),
 ) -> tuple[Array, Array, Array]:
-    """Rotated queries `[..., H, C]`, rotated keys and values `[..., K, C]` of one layer."""
-    y = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
+    """Rotated queries `[..., H, C]`, rotated keys and values `[..., K, C]` of one layer.
+
+    `axes` names the leading dimensions of x for a mesh, see `sharding.constrain`; without, nothing is said about them.
+    """
+    y = _split(rms_norm(x, params["attention_norm"], config.rms_norm_eps), axes)
     q, k, v = (jnp.einsum("...d,dhc->...hc", y, params[name].astype(y.dtype)) for name in ("query", "key", "value"))
     if config.qkv_bias:
-        q, k, v = (
-            x + params[name].astype(y.dtype) for x, name in ((q, "query_bias"), (k, "key_bias"), (v, "value_bias"))
-        )
+        q, k, v = (x + params[name].astype(y.dtype) for x, name in ((q, "query_bias"), (k, "key_bias"), (v, "value_bias")))
     if config.query_key_norm:
         q = rms_norm(q, params["query_norm"], config.rms_norm_eps)
         k = rms_norm(k, params["key_norm"], config.rms_norm_eps)
@@ -168,12 +186,20 @@ def project_qkv(
 
 
 def finish_layer(
-    x: Float[Array, "... D"], mixed: Float[Array, "... H C"], params: LayerParams, config: DecoderConfig
+    x: Float[Array, "... D"],
+    mixed: Float[Array, "... H C"],
+    params: LayerParams,
+    config: DecoderConfig,
+    axes: tuple[str, ...] = (),
 ) -> Array:
-    """Output projection and MLP of one layer, with both residual additions."""
+    """Output projection and MLP of one layer, with both residual additions. `axes`: see `project_qkv`."""
     x = x + jnp.einsum("...hc,hcd->...d", mixed, params["output"].astype(x.dtype))
     if config.output_bias:
         x = x + params["output_bias"].astype(x.dtype)
-    y = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
+    y = _split(rms_norm(x, params["mlp_norm"], config.rms_norm_eps), axes)
     gated = jax.nn.silu(y @ params["gate"].astype(y.dtype)) * (y @ params["up"].astype(y.dtype))
     return x + gated @ params["down"].astype(y.dtype)
+
+
+def _split(y: Float[Array, "... D"], axes: tuple[str, ...]) -> Float[Array, "... D"]:
+    return sharding.constrain(y, *axes, None) if axes else y

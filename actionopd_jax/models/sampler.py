@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -10,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from actionopd_jax.errors import ServiceError
+from actionopd_jax.models import sharding
 from actionopd_jax.models.decoder import Decoder
 from actionopd_jax.models.generation import Generated, KeyValues, generate, prefill_prefix
 from actionopd_jax.records import Finish, Sample, Sampling
@@ -62,6 +65,7 @@ class EmbeddedSampler:
         slots: prompts per batch.
         max_wait_ms: how long the first request of a batch waits for company.
         prefixes: token sequences that many prompts begin with; they are computed once per policy version.
+        mesh: of this process's devices, where the weights lie; None: one device.
     """
 
     def __init__(
@@ -73,7 +77,9 @@ class EmbeddedSampler:
         slots: int,
         max_wait_ms: float,
         prefixes: Sequence[Sequence[int]] = (),
+        mesh: Mesh | None = None,
     ) -> None:
+        self._mesh = mesh
         self._graphdef, self._params = nnx.split(model)
         self._config = model.config
         self._end_id = end_id
@@ -163,19 +169,17 @@ class EmbeddedSampler:
             suffix[row, : len(request.suffix)] = request.suffix
             lengths[row] = len(request.suffix)
             seeds[row] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
-        out = generate(
-            self._graphdef,
-            self._params,
-            self._prefix(key.prefix),
-            jnp.asarray(suffix),
-            jnp.asarray(lengths),
-            jnp.asarray(np.arange(self._slots) < len(batch)),
-            jnp.asarray(seeds),
-            sampling=key.sampling,
-            num_candidates=key.n,
-            num_valid_ids=min(self._num_valid_ids, self._config.vocab_size),
-            end_id=self._end_id,
-        )
+        with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
+            out = generate(
+                self._graphdef,
+                self._params,
+                self._prefix(key.prefix),
+                *(self._put(part) for part in (suffix, lengths, np.arange(self._slots) < len(batch), seeds)),
+                sampling=key.sampling,
+                num_candidates=key.n,
+                num_valid_ids=min(self._num_valid_ids, self._config.vocab_size),
+                end_id=self._end_id,
+            )
         samples = self._unpack(jax.device_get(out), len(batch))
         self.counters.batches += 1
         self.counters.prompts += len(batch)
@@ -183,6 +187,9 @@ class EmbeddedSampler:
         self.counters.generated_tokens += sum(len(sample.ids) for row in samples for sample in row)
         self.counters.busy_s += time.perf_counter() - start
         return samples
+
+    def _put(self, values: np.ndarray) -> jax.Array:
+        return jnp.asarray(values) if self._mesh is None else sharding.put_batch(values, self._mesh)
 
     def _prefix(self, index: int) -> KeyValues:
         if index < 0:

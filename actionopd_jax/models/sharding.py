@@ -118,23 +118,31 @@ def weight_spec(name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> Pa
         ConfigError: a dimension that its mesh axes do not divide. `kv_heads` alone stays whole then.
         ValueError: an unknown weight.
     """
+    return _spec(_weight_axes(name, shape, sizes))
+
+
+def _weight_axes(name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     if name not in WEIGHT_AXES:
         raise ValueError(f"weight {name} has no logical axes; add it to WEIGHT_AXES")
     logical = WEIGHT_AXES[name]
-    spec: list[tuple[str, ...]] = []
+    kept: list[tuple[str, ...]] = []
     for index, (dimension, axes) in enumerate(zip(logical, mesh_axes(name, logical), strict=True)):
         ways = math.prod(sizes[axis] for axis in axes)
         if shape[index] % ways == 0:
-            spec.append(axes)
+            kept.append(axes)
         elif dimension == "kv_heads":
-            spec.append(())
+            kept.append(())
         else:
             over = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
             raise ConfigError(
                 f"weight {name}: dimension {index} ({dimension}, {shape[index]}) is not divisible by mesh axis {over}; "
                 f"change mesh.{' or mesh.'.join(axes)}"
             )
-    return PartitionSpec(*(axes or None for axes in spec))
+    return kept
+
+
+def _spec(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(each or None for each in axes))
 
 
 def weight_name(path: Sequence[Any]) -> str:
@@ -173,15 +181,15 @@ def activation_spec(shape: Sequence[int], logical: Sequence[str | None], sizes: 
     """How an activation is split; a dimension keeps the leading mesh axes that divide it, the rest leave it whole."""
     named = [dimension for dimension in logical if dimension is not None]
     axes_of = dict(zip(named, mesh_axes("activation", named), strict=True))
-    spec: list[tuple[str, ...] | None] = []
+    spec: list[tuple[str, ...]] = []
     for size, dimension in zip(shape, logical, strict=True):
         kept: list[str] = []
         for axis in axes_of.get(dimension or "", ()):
             if size % math.prod(sizes[a] for a in (*kept, axis)):
                 break
             kept.append(axis)
-        spec.append(tuple(kept) or None)
-    return PartitionSpec(*spec)
+        spec.append(tuple(kept))
+    return _spec(spec)
 
 
 def constrain(x: Shaped[Array, "..."], *logical: str | None) -> Shaped[Array, "..."]:
@@ -203,18 +211,20 @@ def gathered(name: str, weight: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     if not sizes:
         return weight
     is_slice = len(WEIGHT_AXES[name]) == weight.ndim + 1
-    rests = weight_spec(name, (1, *weight.shape) if is_slice else weight.shape, sizes)
-    rests = PartitionSpec(*rests[1:]) if is_slice else rests
-    used = [tuple(axis for axis in axes or () if axis not in _GATHERED_AXES) or None for axes in rests]
-    return _relayout(PartitionSpec(*used), rests, weight)
+    rests = _weight_axes(name, (1, *weight.shape) if is_slice else weight.shape, sizes)[is_slice:]
+    used = [tuple(axis for axis in axes if axis not in _GATHERED_AXES) for axes in rests]
+    return _relayout(_spec(used), _spec(rests), weight)
 
 
 def gathered_layer(params: dict[str, Array], dtype: Any) -> dict[str, Array]:
-    """The weights of one layer as they are used, matrices in the computation dtype: gathering moves half the bytes."""
+    """Weights of one layer, or of all, as they are used; matrices in the computation dtype, which halves what moves."""
     if not _axis_sizes():
         return params
-    cast = {name: weight.astype(dtype) if weight.ndim > 1 else weight for name, weight in params.items()}
-    return {name: gathered(f"layers.{name}", weight) for name, weight in cast.items()}
+
+    def used(name: str, weight: Array) -> Array:
+        return gathered(f"layers.{name}", weight if name.endswith("_norm") else weight.astype(dtype))
+
+    return {name: used(name, weight) for name, weight in params.items()}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

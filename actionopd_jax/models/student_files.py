@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -12,6 +13,7 @@ import actionopd_jax
 from actionopd_jax import seeds
 from actionopd_jax.errors import StudentError
 from actionopd_jax.models import decoder_config, weights
+from actionopd_jax.models.attention import Implementation
 from actionopd_jax.models.decoder import Decoder, Remat
 from actionopd_jax.models.decoder_config import DecoderConfig
 
@@ -72,6 +74,7 @@ def load_student(
     remat: bool | Remat,
     random_seed: int | None,
     *,
+    attention: Implementation = "auto",
     shardings: Any = None,
     param_dtype: str = "float32",
 ) -> Decoder:
@@ -83,12 +86,18 @@ def load_student(
         compute_dtype: "float32" or "bfloat16".
         remat: see `Decoder`.
         random_seed: None reads the weights; a seed draws them (then the folder needs `config.json` alone).
+        attention: see `attention.attend`; "auto": pallas on a TPU, else blockwise.
         shardings: see `weights.load`; ignored where weights are drawn.
         param_dtype: of the weights, "float32" or "bfloat16".
     """
     config = student_config(folder, tokenizer_size)
     dtypes = {"dtype": _DTYPES[compute_dtype], "param_dtype": _DTYPES[param_dtype]}
     if random_seed is None:
-        return weights.load(folder, remat=remat, shardings=shardings, **dtypes)
-    key_seed = seeds.derive(random_seed, "student weights") & 0x7FFFFFFF
-    return Decoder(config, rngs=nnx.Rngs(key_seed), remat=remat, **dtypes)
+        model = weights.load(folder, remat=remat, shardings=shardings, **dtypes)
+    else:
+        key_seed = seeds.derive(random_seed, "student weights") & 0x7FFFFFFF
+        model = Decoder(config, rngs=nnx.Rngs(key_seed), remat=remat, **dtypes)
+    if attention == "auto":  # decided here, so that programs hold one implementation only
+        attention = "pallas" if jax.default_backend() == "tpu" else "blockwise"
+    model.attention_implementation = attention
+    return model
