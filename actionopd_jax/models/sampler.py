@@ -120,7 +120,7 @@ class EmbeddedSampler:
             raise ServiceError(f"prompt has ids outside the vocabulary of {self._config.vocab_size}")
         prefix = next((i for i, p in enumerate(self._prefixes) if len(p) < len(prompt) and prompt[: len(p)] == p), -1)
         suffix = prompt[len(self._prefixes[prefix]) :] if prefix >= 0 else prompt
-        key = _BatchKey(prefix, _bucket(len(suffix)), sampling, n)
+        key = _BatchKey(prefix, bucket(len(suffix)), sampling, n)
         request = _Request(key, suffix, seed, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         self._arrived.set()
@@ -214,7 +214,7 @@ class EmbeddedSampler:
         return samples
 
 
-def _bucket(length: int) -> int:
+def bucket(length: int) -> int:
     """Padded suffix length: multiples of 128 up to 512, then powers of two and the middles between them."""
     if length <= 4 * _SMALLEST_SUFFIX:
         return -(-length // _SMALLEST_SUFFIX) * _SMALLEST_SUFFIX
