@@ -30,7 +30,10 @@ class StudentConfig:
     path: str
     weights: Literal["pretrained", "random"] = "pretrained"  # random: config.json and tokenizer alone, seeded by the run
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    remat: bool = True  # recompute layers in the backward pass: slower, far less memory
+    # auto: pallas on TPUs, else blockwise; dense holds tokens x tokens.
+    attention: Literal["auto", "dense", "blockwise", "pallas"] = "auto"
+    # What the backward pass recomputes: nothing; all but the results of matrix products; all of a layer (least memory).
+    remat: Literal["none", "dots", "full"] = "full"
     max_prompt_tokens: int = 24_576
     max_response_tokens: int = 4_096
     thinking: bool = True
@@ -96,7 +99,11 @@ class UpdateConfig:
     """The surrogate and its optimizer (paper, A.4; optimizer numbers are this project's choice)."""
 
     learning_rate: float = 1e-6
-    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    warmup_steps: int = 0  # optimizer steps, as everywhere here
+    decay_steps: int = 0  # linear, cosine: how long the decay takes
+    final_learning_rate: float = 0.0  # linear, cosine: from the end of the decay on
+    adam_mu_dtype: Literal["float32", "bfloat16"] = "float32"  # of the first moment
     adam_b1: float = 0.9
     adam_b2: float = 0.999
     adam_eps: float = 1e-8
@@ -108,12 +115,19 @@ class UpdateConfig:
     minibatch_candidates: int = 256
     packing: Literal["tree", "rows"] = "tree"
     bin_tokens: int = 32_768  # tokens of one packed bin: prompt + response of the longest row must fit
-    bins_per_microbatch: int = 1
+    bins_per_microbatch: int = 1  # on each data-parallel slice of the mesh
     max_bad_steps: int = 3  # updates with NaN or infinite gradients before the run stops
 
     def __post_init__(self) -> None:
         _require(self.learning_rate > 0, "update.learning_rate must be positive")
         _require(self.warmup_steps >= 0, "update.warmup_steps must not be negative")
+        _require(self.decay_steps >= 0, "update.decay_steps must not be negative")
+        decays = self.schedule != "constant"
+        _require(decays == (self.decay_steps > 0), "update.decay_steps must be positive to decay, and 0 for constant")
+        _require(
+            0 <= self.final_learning_rate <= self.learning_rate,
+            "update.final_learning_rate must be between 0 and update.learning_rate",
+        )
         _require(0 <= self.adam_b1 < 1 and 0 <= self.adam_b2 < 1, "update.adam_b1 and adam_b2 must be in [0, 1)")
         _require(self.adam_eps > 0, "update.adam_eps must be positive")
         _require(self.weight_decay >= 0, "update.weight_decay must not be negative")
@@ -126,6 +140,34 @@ class UpdateConfig:
         _require(whole_blocks, "update.bin_tokens must be a positive multiple of 128")
         _require(self.bins_per_microbatch >= 1, "update.bins_per_microbatch must be at least 1")
         _require(self.max_bad_steps >= 1, "update.max_bad_steps must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many devices each axis of the mesh has; their product is the number of devices that train.
+
+    `replica`: copies of everything, each with its share of the bins. `fsdp`: a share of the bins and of
+    the weights, which are gathered layer by layer. `tensor`: heads, MLP and vocabulary split.
+    `context`: the tokens of a bin split. All 1: one device, no mesh.
+    """
+
+    replica: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in dataclasses.asdict(self).items():
+            _require(size >= 1, f"mesh.{name} must be at least 1")
+
+    @property
+    def num_devices(self) -> int:
+        return self.replica * self.fsdp * self.tensor * self.context
+
+    @property
+    def data_slices(self) -> int:
+        """How many ways the bins are split."""
+        return self.replica * self.fsdp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,6 +241,7 @@ class RunConfig:
     teacher: TeacherConfig = TeacherConfig()
     method: MethodConfig = MethodConfig()
     update: UpdateConfig = UpdateConfig()
+    mesh: MeshConfig = MeshConfig()
     rollout: RolloutConfig = RolloutConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

@@ -53,7 +53,7 @@ def settings(student: str, steps: int, thinking: bool, response_tokens: int) -> 
             "student": {
                 "path": student,
                 "compute_dtype": "float32",
-                "remat": False,
+                "remat": "none",
                 "max_prompt_tokens": 960,
                 "max_response_tokens": response_tokens,
                 "thinking": thinking,

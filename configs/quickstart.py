@@ -14,7 +14,7 @@ def get_config() -> ConfigDict:
             "student": {
                 "path": "builtin:service_desk",
                 "compute_dtype": "float32",
-                "remat": False,
+                "remat": "none",
                 "max_prompt_tokens": 1536,
                 "max_response_tokens": 64,
             },

@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
                 "path": "builtin:service_desk",
                 "weights": "random",
                 "compute_dtype": "float32",
-                "remat": False,
+                "remat": "none",
                 "max_prompt_tokens": 1536,
                 "max_response_tokens": 96,
             },

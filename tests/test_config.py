@@ -7,6 +7,7 @@ import pytest
 from actionopd_jax.config import (
     CheckpointConfig,
     EvaluationConfig,
+    MeshConfig,
     MethodConfig,
     RolloutConfig,
     RunConfig,
@@ -122,6 +123,9 @@ def test_build_missing_setting_is_named():
             [
                 {"learning_rate": 0.0},
                 {"warmup_steps": -1},
+                {"decay_steps": -1},
+                {"decay_steps": 1},
+                {"final_learning_rate": 1.0},
                 {"adam_b1": 1.0},
                 {"adam_b2": -0.1},
                 {"adam_eps": 0.0},
@@ -143,6 +147,7 @@ def test_build_missing_setting_is_named():
             {"environment": "e", "split": "s", "starts_per_step": 1},
             [{"starts_per_step": 0}, {"num_tasks": -1}],
         ),
+        (MeshConfig, {}, [{"replica": 0}, {"fsdp": 0}, {"tensor": 0}, {"context": -1}]),
         (RolloutConfig, {}, [{"concurrent_tasks": 0}, {"concurrent_teacher_requests": 0}, {"environment_timeout_s": 0.0}]),
         (EvaluationConfig, {"environment": "e", "split": "s"}, [{"num_tasks": -1}, {"trials": 0}, {"every_steps": -1}]),
         (CheckpointConfig, {}, [{"every_steps": 0}, {"keep": 0}]),

@@ -1,7 +1,7 @@
 """The command line: flags only. Nothing heavy is imported before settings and paths are known to be good.
 
-Exit codes: 0 done; 2 something the user can mend, said in one line; 130 interrupted; 1 any other
-error, with its traceback.
+Exit codes: 0 done; 2 something the user can mend, said in one line (or a preflight that does not fit); 130 interrupted;
+1 any other error, with its traceback.
 """
 
 import argparse
@@ -49,7 +49,8 @@ def _run(arguments: list[str]) -> int:
     rest, overrides = _split_overrides(arguments)
     flags = _parser().parse_args(rest)
     config = load(flags.config, overrides)
-    _check_folder(flags.workdir)
+    if hasattr(flags, "workdir"):
+        _check_folder(flags.workdir)
     return flags.command(config, flags)
 
 
@@ -61,7 +62,8 @@ def _train(config: RunConfig, flags: argparse.Namespace) -> int:
 
 
 def _evaluate(config: RunConfig, flags: argparse.Namespace) -> int:
-    if flags.student is not None and not flags.student.startswith("builtin:") and not Path(flags.student).is_dir():
+    is_name = flags.student is not None and flags.student.startswith(("builtin:", "hf://"))
+    if flags.student is not None and not is_name and not Path(flags.student).is_dir():
         raise ConfigError(f"--student {flags.student} is not a folder; give a model folder or builtin:NAME")
     if flags.output is not None:
         if flags.output.is_dir():
@@ -71,6 +73,37 @@ def _evaluate(config: RunConfig, flags: argparse.Namespace) -> int:
 
     _print_summary(loop.evaluate(config, flags.workdir, flags.student, flags.output))
     return 0
+
+
+def _export(config: RunConfig, flags: argparse.Namespace) -> int:
+    if not flags.max_shard_gb > 0:
+        raise ConfigError(f"--max-shard-gb must be positive, got {flags.max_shard_gb}")
+    if flags.output.exists() and not (flags.output.is_dir() and not any(flags.output.iterdir())):
+        raise ConfigError(f"--output {flags.output} exists already; name a new folder")
+    _check_folder(flags.output.absolute().parent, flag="--output")
+    if not flags.workdir.is_dir():
+        raise ConfigError(f"--workdir {flags.workdir} is not a folder; name the work directory of a run")
+    from actionopd_jax import loop
+
+    _print_summary(
+        loop.export(
+            config,
+            flags.workdir,
+            flags.output,
+            step=flags.step,
+            dtype=flags.dtype,
+            max_shard_gb=flags.max_shard_gb,
+        )
+    )
+    return 0
+
+
+def _preflight(config: RunConfig, flags: argparse.Namespace) -> int:
+    from actionopd_jax.loop.preflight import preflight, render
+
+    report = preflight(config, flags.topology, Path(flags.config.partition(".py:")[0]).parent / "students")
+    print(json.dumps(report) if flags.json else render(report))
+    return 0 if report["fits"] else 2
 
 
 class _Parser(argparse.ArgumentParser):
@@ -88,11 +121,22 @@ def _parser() -> argparse.ArgumentParser:
 
     train = _add_command(commands, "train", "train a student, or continue a run that its work directory holds", _train)
     evaluate = _add_command(commands, "evaluate", "play the evaluation tasks greedily, without a teacher", _evaluate)
-    for command in (train, evaluate):
+    export = _add_command(commands, "export", "write a checkpoint's student as a Hugging Face model folder", _export)
+    preflight = _add_command(
+        commands, "preflight", "compile a config for a TPU slice, without one: does it fit?", _preflight
+    )
+    for command in (train, evaluate, export, preflight):
         command.add_argument("--config", required=True, metavar="FILE[:VARIANT]", help="config file (Python)")
+    for command in (train, evaluate, export):
         command.add_argument("--workdir", required=True, type=Path, metavar="DIR", help="files of the run")
     evaluate.add_argument("--student", metavar="PATH", help="model folder or builtin:NAME; default: the last checkpoint")
     evaluate.add_argument("--output", type=Path, metavar="FILE", help="where to write the result as JSON")
+    export.add_argument("--output", required=True, type=Path, metavar="DIR", help="the new model folder")
+    export.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; default: the latest")
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the stored weights")
+    export.add_argument("--max-shard-gb", type=float, default=5.0, metavar="X", help="size of a weight file, GiB (5)")
+    preflight.add_argument("--topology", required=True, metavar="SLICE", help="v4:AxBxC, v5e:AxB, v5p:AxBxC or v6e:AxB")
+    preflight.add_argument("--json", action="store_true", help="print the report as one line of JSON")
     return parser
 
 

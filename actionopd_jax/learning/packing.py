@@ -137,7 +137,7 @@ def _fill(examples: Sequence[Example], rows: list[np.ndarray], ordered: SortedRo
     members = [[ordered.order[place] for span in spans for place in range(*span)] for spans in plan.bins]
     num_terms = [sum(len(examples[index].response_ids) for index in indices) for indices in members]
     shape = (len(plan.bins), plan.bin_tokens)
-    terms = (len(plan.bins), _term_slots(max(num_terms)))
+    terms = (len(plan.bins), term_slots(max(num_terms)))
     tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     end = np.broadcast_to(np.arange(1, plan.bin_tokens + 1, dtype=np.int32), shape).copy()
     source, target = np.zeros(terms, np.int32), np.zeros(terms, np.int32)
@@ -188,7 +188,8 @@ def _fill(examples: Sequence[Example], rows: list[np.ndarray], ordered: SortedRo
     )
 
 
-def _term_slots(num_terms: int) -> int:
+def term_slots(num_terms: int) -> int:
+    """Length of the padded term list of a bin with that many loss terms."""
     slots = _SMALLEST_TERMS
     while slots < num_terms:
         slots *= 2

@@ -1,11 +1,14 @@
 """Builds the parts of a run from its settings."""
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from actionopd_jax import environments
 from actionopd_jax.chat.prompt import ContextOverflow, PromptBuilder
@@ -15,6 +18,7 @@ from actionopd_jax.errors import ConfigError, EnvironmentFailure
 from actionopd_jax.methods.actionopd import ActionOPD
 from actionopd_jax.methods.base import Method
 from actionopd_jax.methods.kd import KD
+from actionopd_jax.models import sharding
 from actionopd_jax.models.decoder import Decoder
 from actionopd_jax.models.sampler import EmbeddedSampler
 from actionopd_jax.models.student_files import load_student, resolve
@@ -30,6 +34,8 @@ from actionopd_jax.services.cache import Cache
 from actionopd_jax.services.matcher import SemanticMatcher
 from actionopd_jax.services.teacher import MultisetTeacher
 from actionopd_jax.training.mixture import TaskMixture
+from actionopd_jax.training.programs import Objective
+from actionopd_jax.training.update import Updater
 from actionopd_jax.training.workdir import what_matters
 
 _PREFIX_PROBES = 4  # first prompts compared to find what prompts of a source begin with
@@ -41,6 +47,7 @@ class Parts:
 
     Attributes:
         model: the student as it was loaded; training takes its weights over.
+        mesh: of the settings; None: one device.
         sources: with `tasks`, one for each entry of `config.sources`.
     """
 
@@ -51,6 +58,11 @@ class Parts:
         self.prompts = PromptBuilder(self.tokenizer, config.student.max_prompt_tokens, config.student.thinking)
         self.evaluation_suite = environments.load(config.evaluation.environment, config.evaluation.settings)
         self.evaluation_tasks = _tasks(self.evaluation_suite, config.evaluation, "evaluation")
+        self.mesh: Mesh | None = None
+        if config.mesh.num_devices > 1:
+            if jax.process_count() > 1 and config.sampler.kind == "embedded":
+                raise ConfigError("sampler.kind embedded samples on the devices of one process only: mesh must fit them")
+            self.mesh = sharding.make_mesh(config.mesh)
         is_random = config.student.weights == "random" and student_path is None
         self.model: Decoder = load_student(
             self.folder,
@@ -58,8 +70,21 @@ class Parts:
             config.student.compute_dtype,
             config.student.remat,
             config.seed if is_random else None,
+            attention=config.student.attention,
+            shardings=None if self.mesh is None else functools.partial(sharding.weight_shardings, mesh=self.mesh),
         )
         self.graphdef = nnx.split(self.model)[0]
+
+    def updater(self, *, temperature: float, objective: Objective = "surrogate") -> Updater:
+        weights = None if self.mesh is None else nnx.split(self.model)[1]
+        return Updater(
+            self.graphdef,
+            self.config.update,
+            temperature=temperature,
+            objective=objective,
+            mesh=self.mesh,
+            weights=weights,
+        )
 
     def sampler(self, prefixes: Sequence[Sequence[int]]) -> EmbeddedSampler:
         return EmbeddedSampler(
@@ -69,6 +94,7 @@ class Parts:
             slots=self.config.sampler.slots,
             max_wait_ms=self.config.sampler.max_wait_ms,
             prefixes=prefixes,
+            mesh=self.mesh,
         )
 
     def student(self, sampler: EmbeddedSampler) -> Student:

@@ -21,7 +21,6 @@ from actionopd_jax.records import JsonObject, Task, digest
 from actionopd_jax.rollout.episode import Episode, greedy, play
 from actionopd_jax.training.checkpoint import Checkpointer
 from actionopd_jax.training.state import abstract_state
-from actionopd_jax.training.update import Updater
 from actionopd_jax.training.workdir import Workdir, lock, what_matters
 
 
@@ -110,7 +109,7 @@ def evaluate(config: RunConfig, workdir: Path, student: str | None, output: Path
 def _restore(parts: Parts, sampler: EmbeddedSampler, workdir: Path) -> int:
     """Puts the weights of the last checkpoint into the sampler; returns its step."""
     folder = Workdir(workdir, is_new=False).checkpoints
-    updater = Updater(parts.graphdef, parts.config.update, temperature=1.0)
+    updater = parts.updater(temperature=1.0)
     abstract = abstract_state(updater.create_state(nnx.split(parts.model)[1]))
     with Checkpointer(folder, keep=parts.config.checkpoint.keep) as checkpoints:
         state, progress = checkpoints.restore(abstract, digest(what_matters(parts.config)))

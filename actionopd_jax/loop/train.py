@@ -22,7 +22,7 @@ from actionopd_jax.services.cache import Cache
 from actionopd_jax.training.checkpoint import Checkpointer, RunProgress
 from actionopd_jax.training.metrics import FILE_NAME, MetricsWriter, read_metrics
 from actionopd_jax.training.state import TrainState, abstract_state
-from actionopd_jax.training.update import Metrics, Updater
+from actionopd_jax.training.update import Metrics
 from actionopd_jax.training.workdir import Workdir, code_version, open_workdir, what_matters
 
 
@@ -60,9 +60,7 @@ class _Run:
         self._sampler = parts.sampler(sorted({prefix for probe in probes for prefix in parts.shared_prefix(*probe)}))
         self._progress = TrainingProgress(console, config.steps)
         self._method: Method = build_method(parts, parts.student(self._sampler), folders.rollouts, self._progress.collected)
-        self._updater = Updater(
-            parts.graphdef, config.update, temperature=self._method.temperature, objective=self._method.objective
-        )
+        self._updater = parts.updater(temperature=self._method.temperature, objective=self._method.objective)
 
     async def run(self) -> JsonObject:
         """Algorithm 1, from wherever the work directory stands."""

@@ -4,6 +4,9 @@ A prompt is `shared prefix + suffix`. The prefix (system text and tools, the sam
 computed once per policy version and kept without a batch dimension; the suffix is prefilled once per
 prompt; only what is generated is kept per candidate. Every row is computed by the same program on the
 same shapes whatever its neighbours are, so a response never depends on the batch it was drawn in.
+
+On a mesh prompts are split over `replica` and `fsdp`, heads over `tensor`; weights are gathered along
+`fsdp` once per batch, in the computation dtype, not once per token.
 """
 
 import functools
@@ -14,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from actionopd_jax.models import attention
+from actionopd_jax.models import attention, sharding
 from actionopd_jax.models.decoder import Decoder, LayerParams, finish_layer, project_qkv, rotary
 from actionopd_jax.records import Sampling
 
@@ -46,7 +49,7 @@ def prefill_prefix(graphdef: nnx.GraphDef, params: nnx.State, tokens: Int32[Arra
         mixed = attention.attend(q[None], k[None], v[None], end, model.attention_implementation)[0]
         return finish_layer(x, mixed, layer_params, model.config), KeyValues(k, v)
 
-    return jax.lax.scan(layer, model.embed(tokens), model.layer_params())[1]
+    return jax.lax.scan(layer, model.embed(tokens), sharding.gathered_layer(model.layer_params(), model.dtype))[1]
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "sampling", "num_candidates", "num_valid_ids", "end_id"))
@@ -73,8 +76,9 @@ def generate(
         num_valid_ids: embedding rows from here on are never drawn.
     """
     model: Decoder = nnx.merge(graphdef, params)
-    # Matrices are cast once, not at every token; the norms' scales stay float32.
-    layers = {name: x if x.ndim == 2 else x.astype(model.dtype) for name, x in model.layer_params().items()}
+    # Matrices are cast once, not at every token; the norms' scales keep their dtype.
+    layers = {name: x if name.endswith("_norm") else x.astype(model.dtype) for name, x in model.layer_params().items()}
+    layers = sharding.gathered_layer(layers, model.dtype)
     head = model.head_weight()
     hidden, suffix_kv = _prefill(model, layers, prefix, suffix)
     last = jnp.take_along_axis(hidden, (suffix_lengths - 1)[:, None, None], axis=1)  # [B, 1, D]
@@ -85,7 +89,8 @@ def generate(
     keys = jax.vmap(lambda key: jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_candidates)))(keys)
     config = model.config
     cache_shape = (config.num_hidden_layers, *shape, config.num_key_value_heads, config.head_dim)
-    cache = KeyValues(jnp.zeros(cache_shape, model.dtype), jnp.zeros(cache_shape, model.dtype))
+    empty = sharding.constrain(jnp.zeros(cache_shape, model.dtype), None, "batch", None, None, "kv_heads", None)
+    cache = KeyValues(empty, empty)
     done = jnp.broadcast_to(~is_real[:, None], shape[:2])
     start = (
         jnp.int32(0), first_logits, cache, done,
@@ -160,6 +165,7 @@ def _prefill(model: Decoder, layers: LayerParams, prefix: KeyValues, suffix: Int
             mixed = attention.attend(q, k, v, end, model.attention_implementation)
         else:  # one row at a time bounds the memory of the scores
             mixed = jax.lax.map(lambda row: _prefixed_attention(row[0], row[1], row[2], before), (q, k, v))
+        k, v = (sharding.constrain(x, "batch", None, "kv_heads", None) for x in (k, v))
         return finish_layer(x, mixed, params, model.config), KeyValues(k, v)
 
     x, cache = jax.lax.scan(layer, model.embed(suffix), (layers, prefix))

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -10,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from actionopd_jax.errors import ServiceError
+from actionopd_jax.models import sharding
 from actionopd_jax.models.decoder import Decoder
 from actionopd_jax.models.generation import Generated, KeyValues, generate, prefill_prefix
 from actionopd_jax.records import Finish, Sample, Sampling
@@ -71,6 +74,7 @@ class EmbeddedSampler:
         slots: prompts per batch.
         max_wait_ms: how long the first request of a batch waits for company.
         prefixes: token sequences that many prompts begin with; they are computed once per policy version.
+        mesh: of this process's devices, where the weights lie; None: one device.
     """
 
     def __init__(
@@ -82,7 +86,9 @@ class EmbeddedSampler:
         slots: int,
         max_wait_ms: float,
         prefixes: Sequence[Sequence[int]] = (),
+        mesh: Mesh | None = None,
     ) -> None:
+        self._mesh = mesh
         self._graphdef, params = nnx.split(model)
         self._weights = _Weights(params, version=0)
         self._config = model.config
@@ -128,7 +134,7 @@ class EmbeddedSampler:
             raise ServiceError(f"prompt has ids outside the vocabulary of {self._config.vocab_size}")
         prefix = next((i for i, p in enumerate(self._prefixes) if len(p) < len(prompt) and prompt[: len(p)] == p), -1)
         suffix = prompt[len(self._prefixes[prefix]) :] if prefix >= 0 else prompt
-        key = _BatchKey(prefix, _bucket(len(suffix)), sampling, n)
+        key = _BatchKey(prefix, bucket(len(suffix)), sampling, n)
         request = _Request(key, suffix, seed, asyncio.get_running_loop().create_future())
         if self._pump is None or self._pump.done():
             self._waiting.clear()  # left only where an event loop was shut down in mid-batch
@@ -185,19 +191,17 @@ class EmbeddedSampler:
             suffix[row, : len(request.suffix)] = request.suffix
             lengths[row] = len(request.suffix)
             seeds[row] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
-        out = generate(
-            self._graphdef,
-            weights.params,
-            self._prefix(weights, key.prefix),
-            jnp.asarray(suffix),
-            jnp.asarray(lengths),
-            jnp.asarray(np.arange(self._slots) < len(batch)),
-            jnp.asarray(seeds),
-            sampling=key.sampling,
-            num_candidates=key.n,
-            num_valid_ids=min(self._num_valid_ids, self._config.vocab_size),
-            end_id=self._end_id,
-        )
+        with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
+            out = generate(
+                self._graphdef,
+                weights.params,
+                self._prefix(weights, key.prefix),
+                *(self._put(part) for part in (suffix, lengths, np.arange(self._slots) < len(batch), seeds)),
+                sampling=key.sampling,
+                num_candidates=key.n,
+                num_valid_ids=min(self._num_valid_ids, self._config.vocab_size),
+                end_id=self._end_id,
+            )
         samples = _unpack(jax.device_get(out), len(batch), self._end_id, weights.version)
         self.counters.batches += 1
         self.counters.prompts += len(batch)
@@ -205,6 +209,9 @@ class EmbeddedSampler:
         self.counters.generated_tokens += sum(len(sample.ids) for row in samples for sample in row)
         self.counters.busy_s += time.perf_counter() - start
         return samples
+
+    def _put(self, values: np.ndarray) -> jax.Array:
+        return jnp.asarray(values) if self._mesh is None else sharding.put_batch(values, self._mesh)
 
     def _prefix(self, weights: _Weights, index: int) -> KeyValues:
         if index < 0:
@@ -230,7 +237,7 @@ def _unpack(out: Generated, rows: int, end_id: int, version: int) -> list[list[S
     return samples
 
 
-def _bucket(length: int) -> int:
+def bucket(length: int) -> int:
     """Padded suffix length: multiples of 256 up to 1024, then powers of two and the middles between them."""
     if length <= 4 * _SMALLEST_SUFFIX:
         return -(-length // _SMALLEST_SUFFIX) * _SMALLEST_SUFFIX

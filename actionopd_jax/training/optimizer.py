@@ -1,4 +1,4 @@
-"""The optimizer: global-norm clipping, AdamW, constant learning rate after a linear warm-up."""
+"""The optimizer: global-norm clipping, AdamW, a learning rate that warms up and then stays or decays."""
 
 import dataclasses
 from typing import Any
@@ -21,6 +21,7 @@ def make_optimizer(config: UpdateConfig) -> optax.GradientTransformation:
             b1=config.adam_b1,
             b2=config.adam_b2,
             eps=config.adam_eps,
+            mu_dtype=jnp.bfloat16 if config.adam_mu_dtype == "bfloat16" else None,
             weight_decay=config.weight_decay,
             mask=decayed,
         ),
@@ -28,11 +29,22 @@ def make_optimizer(config: UpdateConfig) -> optax.GradientTransformation:
 
 
 def learning_rate_schedule(config: UpdateConfig) -> optax.Schedule:
-    """`learning_rate * min(1, (n + 1) / warmup_steps)` at optimizer step n = 0, 1, …"""
+    """The learning rate at optimizer step n = 0, 1, …
+
+    `learning_rate * min(1, (n + 1) / warmup_steps)`; with a decay, from step `warmup_steps` on, over d =
+    `decay_steps` and with x = min(1, (n - warmup_steps) / d), `final + (learning_rate - final) * f(x)`
+    where f is `1 - x` (linear) or `(1 + cos(pi x)) / 2` (cosine).
+    """
 
     def schedule(count: jax.typing.ArrayLike) -> Array:
         fraction = (jnp.asarray(count) + 1) / max(config.warmup_steps, 1)
-        return config.learning_rate * jnp.minimum(fraction, 1.0)
+        warm = config.learning_rate * jnp.minimum(fraction, 1.0)
+        if config.schedule == "constant":
+            return warm
+        x = jnp.clip((jnp.asarray(count) - config.warmup_steps) / config.decay_steps, 0.0, 1.0)
+        left = 1 - x if config.schedule == "linear" else (1 + jnp.cos(jnp.pi * x)) / 2
+        decayed_rate = config.final_learning_rate + (config.learning_rate - config.final_learning_rate) * left
+        return jnp.where(jnp.asarray(count) < config.warmup_steps, warm, decayed_rate)
 
     return schedule
 

@@ -1,12 +1,16 @@
 """What training carries from step to step."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
+
+from actionopd_jax.models import sharding
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +42,24 @@ def create_state(params: nnx.State, optimizer: optax.GradientTransformation) -> 
         bad_steps=jnp.zeros((), jnp.int32),
         policy_version=jnp.zeros((), jnp.int32),
     )
+
+
+def state_shardings(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Where a state lies on a mesh: a sharding for each leaf; moments lie where their weights lie.
+
+    Args:
+        params: the weights, or their shapes.
+    """
+    weights = sharding.weight_shardings(params, mesh)
+    whole: Any = NamedSharding(mesh, PartitionSpec())
+    opt_state = optax.tree_map_params(
+        optimizer,
+        lambda _, where: where,
+        jax.eval_shape(optimizer.init, params),
+        weights,
+        transform_non_params=lambda _: whole,
+    )
+    return TrainState(params=weights, opt_state=opt_state, step=whole, bad_steps=whole, policy_version=whole)
 
 
 def abstract_state(state: TrainState) -> TrainState:

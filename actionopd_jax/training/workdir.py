@@ -28,7 +28,7 @@ from actionopd_jax import config as settings
 from actionopd_jax.errors import RunStateError
 from actionopd_jax.records import JsonObject, digest
 
-FREE_ON_RESUME = ("steps", "rollout", "checkpoint", "evaluation")
+FREE_ON_RESUME = ("steps", "mesh", "rollout", "checkpoint", "evaluation")
 """Top-level settings that may change when a run continues."""
 
 _MAX_NAMED_KEYS = 3

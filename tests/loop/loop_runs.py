@@ -16,7 +16,7 @@ SETTINGS: dict[str, Any] = {
     "steps": 3,
     "student": {
         "compute_dtype": "float32",
-        "remat": False,
+        "remat": "none",
         "max_prompt_tokens": 960,
         "max_response_tokens": 20,
         "thinking": False,

@@ -94,13 +94,12 @@ def test_from_hf_without_a_field_names_it(name, absent):
         ("architectures", ["Qwen3MoeForCausalLM"]),
         ("architectures", []),
         ("architectures", "Qwen3ForCausalLM"),
-        ("attention_bias", True),
+        ("attention_bias", 1),
         ("attention_dropout", 0.1),
         ("hidden_act", "gelu"),
-        ("use_sliding_window", True),
         ("layer_types", ["full_attention", "sliding_attention"]),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
-        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}),
+        ("rope_scaling", {"rope_type": "dynamic", "factor": 4.0}),
+        ("rope_parameters", {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e6}),
         ("rope_parameters", [1e6]),
         ("hidden_size", "1024"),
         ("hidden_size", True),
@@ -125,6 +124,13 @@ def test_from_hf_refuses_an_unsupported_value_and_names_the_field(name, value):
     with pytest.raises(StudentError, match=asked) as raised:
         decoder_config.from_hf({**_PUBLISHED, name: value})
     assert "\n" not in str(raised.value)
+
+
+def test_from_hf_refuses_a_sliding_window_that_a_layer_uses():
+    window = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 27}
+    with pytest.raises(StudentError, match="use_sliding_window"):
+        decoder_config.from_hf({**_PUBLISHED, **window})
+    assert decoder_config.from_hf({**_PUBLISHED, **window, "max_window_layers": 28}) == decoder_config.from_hf(_PUBLISHED)
 
 
 @pytest.mark.parametrize(

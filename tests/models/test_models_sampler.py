@@ -13,7 +13,7 @@ from actionopd_jax import protocols
 from actionopd_jax.errors import ServiceError
 from actionopd_jax.models import weights
 from actionopd_jax.models.logprobs import token_logprobs
-from actionopd_jax.models.sampler import _SMALLEST_SUFFIX, EmbeddedSampler, _bucket
+from actionopd_jax.models.sampler import _SMALLEST_SUFFIX, EmbeddedSampler, bucket
 from actionopd_jax.records import Finish, Sampling
 
 _NO_END = 96  # beyond `num_valid_ids`: never drawn
@@ -351,10 +351,10 @@ def test_embedded_sampler_is_a_sampler(sampler):
 
 
 def test_bucket_holds_every_length_and_wastes_little():
-    buckets = [_bucket(length) for length in range(1, 20_000)]
+    buckets = [bucket(length) for length in range(1, 20_000)]
     assert buckets == sorted(buckets)
     assert len(set(buckets)) < 20  # each is a compiled program
-    for length, bucket in enumerate(buckets, start=1):
-        assert bucket >= length
-        assert bucket < max(1.5 * length, length + _SMALLEST_SUFFIX)
-        assert bucket % 64 == 0
+    for length, padded in enumerate(buckets, start=1):
+        assert padded >= length
+        assert padded < max(1.5 * length, length + _SMALLEST_SUFFIX)
+        assert padded % 64 == 0
