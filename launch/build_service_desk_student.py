@@ -2,7 +2,7 @@
 
     python launch/build_service_desk_student.py start runs/start
     actionopd train --config configs/service_desk_base.py --config.student.path=runs/start --workdir runs/base
-    python launch/build_service_desk_student.py weights runs/base runs/student --step @@STEP@@
+    python launch/build_service_desk_student.py weights runs/base runs/student --step 140
     python launch/build_service_desk_student.py install runs/student
 
 Half a minute, some minutes on two CPU cores, and seconds. `start` trains a tokenizer on conversations of the scripted
