@@ -8,6 +8,10 @@ import jax
 import pytest
 import torch
 import transformers
+from sampler_requests import NO_END
+
+from actionopd_jax.models import weights
+from actionopd_jax.models.sampler import EmbeddedSampler
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -71,3 +75,28 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def sampler_checkpoint(checkpoint):
+    return checkpoint(tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def model(sampler_checkpoint):
+    return weights.load(sampler_checkpoint.folder)
+
+
+@pytest.fixture
+def sampler(model):
+    """Makes samplers and closes them."""
+    open_samplers = []
+
+    def make(**changes):
+        settings = {"end_id": NO_END, "num_valid_ids": 96, "slots": 3, "max_wait_ms": 20.0, **changes}
+        open_samplers.append(EmbeddedSampler(model, **settings))
+        return open_samplers[-1]
+
+    yield make
+    for each in open_samplers:
+        each.close()

@@ -176,6 +176,7 @@ def test_attend_holds_its_declared_shapes():
     q, k, v, _ = (jnp.asarray(x) for x in _inputs(8, 2, 20))
     end = jnp.full((2, 20), 20, jnp.int32)
     for implementation in ("dense", "blockwise"):
-        assert checked(q, k, v, end, implementation, _BLOCK).shape == q.shape
+        traced = functools.partial(checked, implementation=implementation, block=_BLOCK)
+        assert jax.eval_shape(traced, q, k, v, end).shape == q.shape
     with pytest.raises(jaxtyping.TypeCheckError):
         checked(q, k, v[:, :19], end)

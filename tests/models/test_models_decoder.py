@@ -199,12 +199,13 @@ def test_public_functions_hold_their_declared_shapes(checkpoint):
     model = weights.load(checkpoint(**_VARIANTS[0]).folder)
 
     def checked(function):
-        return jaxtyping.jaxtyped(typechecker=beartype.beartype)(function)
+        traced = jaxtyping.jaxtyped(typechecker=beartype.beartype)(function)
+        return lambda *arguments: jax.eval_shape(lambda: traced(*arguments))
 
     tokens = jnp.zeros((2, 6), jnp.int32)
     end = jnp.full((2, 6), 6, jnp.int32)
-    hidden = checked(Decoder.hidden_states)(model, tokens, tokens, end)
-    assert hidden.shape == (2, 6, 48)
+    assert checked(Decoder.hidden_states)(model, tokens, tokens, end).shape == (2, 6, 48)
+    hidden = jnp.zeros((2, 6, 48))
     checked(rotary)(tokens, model.config)
     checked(rms_norm)(hidden, jnp.ones(48), 1e-6)
     checked(token_logprobs)(hidden, model.head_weight(), tokens[:, :3], tokens[:, :3], 0.6)
