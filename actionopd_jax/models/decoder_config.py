@@ -184,7 +184,7 @@ def load(folder: Path) -> DecoderConfig:
 def _family(values: dict[str, Any], source: str) -> _Family:
     architectures = values.get("architectures") or []
     for family in _FAMILIES:
-        if family.architecture in architectures:
+        if isinstance(architectures, list) and family.architecture in architectures:
             return family
     supported = ", ".join(family.architecture for family in _FAMILIES)
     raise StudentError(f"{source}: architectures {architectures} is not supported; supported: {supported}")
