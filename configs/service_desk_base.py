@@ -1,11 +1,9 @@
 """The warm-started student of the service desk: KD on teacher trajectories, stopped early on purpose.
 
-    python launch/build_service_desk_student.py start runs/start
-    actionopd train --config configs/service_desk_base.py --config.student.path=runs/start --workdir runs/base
+    actionopd train --config configs/service_desk_base.py --config.student.path=runs/pretrained --workdir runs/base
 
-Starts from the first weights of the build script and leaves a student that speaks the format, the base of
-`configs/quickstart.py`. One step takes about four seconds on two cores; `launch/build_service_desk_student.py`
-says the rest.
+Starts from the student that `launch/build_service_desk_student.py pretrain` leaves (it says how) and teaches it the
+whole prompt, tools included: the base of `configs/quickstart.py`. One step takes about four seconds on two cores.
 """
 
 from ml_collections import ConfigDict
@@ -15,7 +13,7 @@ def get_config() -> ConfigDict:
     return ConfigDict(
         {
             "seed": 0,
-            "steps": 140,
+            "steps": 40,
             "student": {
                 "path": "builtin:service_desk",
                 "compute_dtype": "float32",
@@ -26,13 +24,13 @@ def get_config() -> ConfigDict:
             "sources": [{"environment": "service_desk", "split": "train", "starts_per_step": 16}],
             "method": {"name": "kd", "max_decisions": 12},
             "update": {
-                "learning_rate": 3e-3,
+                "learning_rate": 2e-3,
                 "warmup_steps": 10,
                 "adam_b2": 0.95,
                 "weight_decay": 0.1,
                 "bin_tokens": 4096,
             },
-            "checkpoint": {"every_steps": 20, "keep": 100},
+            "checkpoint": {"every_steps": 10, "keep": 10},
             "evaluation": {"environment": "service_desk", "split": "heldout", "num_tasks": 50},
         }
     )

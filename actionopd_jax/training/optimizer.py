@@ -50,10 +50,11 @@ def learning_rate_schedule(config: UpdateConfig) -> optax.Schedule:
 
 
 def decayed(params: Any) -> Any:
-    """True for the weights that decay: matrices, not vectors nor the scales of norms (stacked by layer or not)."""
+    """True for the weights that decay: matrices, not biases nor the scales of norms (stacked by layer or not)."""
 
     def decays(path: tuple[Any, ...], leaf: Array) -> bool:
-        return leaf.ndim >= 2 and "norm" not in jax.tree_util.keystr(path).lower()
+        name = jax.tree_util.keystr(path).lower()
+        return leaf.ndim >= 2 and "norm" not in name and "bias" not in name
 
     return jax.tree_util.tree_map_with_path(decays, params)
 

@@ -78,3 +78,8 @@ def test_abstract_state_keeps_shapes_and_dtypes():
     abstract = abstract_state(state)
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)] == [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
+
+
+def test_decayed_of_layers_stacked_leaves_out_norms_and_biases():
+    stacked = {name: jnp.ones((2, 3, 4)) for name in ("query", "query_bias", "key_norm", "attention_norm")}
+    assert decayed(stacked) == {"query": True, "query_bias": False, "key_norm": False, "attention_norm": False}
