@@ -12,7 +12,7 @@ good enough to be rewarded at times and bad enough to have something to learn; `
 
 Short contexts come first because reading one word out of many is found by gradient descent only while the word has a
 fair share of the attention: from 700 constant tokens and one that matters, a million weights learned no reading in
-140 steps of KD (loss 0.24 per token, items and names guessed); without the constant ones they did in 200, and kept it.
+140 steps of KD (loss 0.24 per token, items and names guessed); without the constant ones they read items after 200.
 
 The first weights are random except for what any pretrained model has and a million parameters would need tens of
 millions of tokens to find: heads that copy. One head of layer 0 looks at the token before, one of layer 1 looks for an
@@ -35,7 +35,6 @@ from flax import nnx
 from rich.progress import track
 
 import actionopd_jax
-from actionopd_jax.chat.actions import parse_reply
 from actionopd_jax.chat.prompt import PromptBuilder
 from actionopd_jax.chat.tokenizer import ChatTokenizer
 from actionopd_jax.chat.train_tokenizer import train_tokenizer
@@ -57,9 +56,9 @@ _VOCABULARY = 1280
 _ROWS_MULTIPLE = 64
 _EMBEDDING_SCALE = 0.08
 _SHARPNESS = 2.2  # of the induction circuit's attention, through the query and key norms
+_CONSTANT = 4.0  # one embedding dimension is the same for all tokens: what position-only attention can hold on to
 _CONVERSATIONS_PER_STEP = 16
 _PRETRAIN_SEED = 7  # of the expert; the KD run's differs
-_CONSTANT = 4.0  # one embedding dimension is the same for all tokens: what position-only attention can hold on to
 
 
 def corpus() -> Iterator[str]:
@@ -157,9 +156,8 @@ def conversations(tokenizer: ChatTokenizer, prompts: PromptBuilder, seed: int) -
     successes = (played for played in transcripts(ServiceDeskSuite(), "train", sys.maxsize, seed) if played.score.success)
     for number, transcript in enumerate(successes):
         turns = []
-        for decision, (state, reply) in enumerate(transcript.decisions):
+        for decision, (state, reply, action) in enumerate(transcript.decisions):
             spoken = tuple(message for message in state.messages if message.role != "system")
-            action = parse_reply(reply, state)
             calls = (action,) if isinstance(action, ToolCall) else ()
             turns.append(
                 TeacherTurn(

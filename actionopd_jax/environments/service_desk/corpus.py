@@ -12,10 +12,11 @@ MAX_DECISIONS = 20
 
 
 class Decision(NamedTuple):
-    """What the expert saw and what it answered."""
+    """What the expert saw, what it answered, and the action that the answer is."""
 
     state: State
     reply: ChatReply
+    action: ValidAction
 
 
 class Transcript(NamedTuple):
@@ -48,7 +49,7 @@ def play(environment: ServiceDesk, task: Task, expert: Expert) -> Transcript:
     while len(decisions) < MAX_DECISIONS:
         state = State(task.environment, history, observation.tools)
         reply, action = _valid(expert, state)
-        decisions.append(Decision(state, reply))
+        decisions.append(Decision(state, reply, action))
         following = environment.step(action)
         if isinstance(following, End):
             break
