@@ -10,6 +10,7 @@ On a mesh prompts are split over `replica` and `fsdp`, heads over `tensor`; weig
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -80,11 +81,10 @@ def generate(
     layers = {name: x if name.endswith("_norm") else x.astype(model.dtype) for name, x in model.layer_params().items()}
     layers = sharding.gathered_layer(layers, model.dtype)
     head = model.head_weight()
-    hidden, suffix_kv = _prefill(model, layers, prefix, suffix)
-    last = jnp.take_along_axis(hidden, (suffix_lengths - 1)[:, None, None], axis=1)  # [B, 1, D]
+    last, suffix_kv = _prefill(model, layers, prefix, suffix, suffix_lengths, is_real)
     batch = suffix.shape[0]
     shape = (batch, num_candidates, sampling.max_tokens)
-    first_logits = jnp.broadcast_to(_logits(last, head), (batch, num_candidates, head.shape[0]))
+    first_logits = jnp.broadcast_to(_logits(last, head)[:, None], (batch, num_candidates, head.shape[0]))
     keys = jax.vmap(lambda seed: jax.random.wrap_key_data(seed, impl="threefry2x32"))(seeds)
     keys = jax.vmap(lambda key: jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_candidates)))(keys)
     config = model.config
@@ -135,24 +135,74 @@ def draw(
         ids = jnp.argmax(allowed, axis=-1)
     else:
         count = min(sampling.top_k or num_valid_ids, num_valid_ids)
-        top, top_ids = jax.lax.top_k(allowed, count)  # descending
-        if sampling.top_p < 1:  # at 1, rounding in the running sum would cut the tail
-            probabilities = jax.nn.softmax(top, axis=-1)
-            before = jnp.cumsum(probabilities, axis=-1) - probabilities
-            top = jnp.where((before < sampling.top_p) | (jnp.arange(count) == 0), top, -jnp.inf)
-        noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (count,))))(keys)
-        choice = jnp.argmax(top + noise, axis=-1)
-        ids = jnp.take_along_axis(top_ids, choice[..., None], axis=-1)[..., 0]
+        if count == num_valid_ids and sampling.top_p >= 1:
+            ids = _draw_uncut(allowed, keys)
+        else:
+            top, top_ids = jax.lax.top_k(allowed, count)  # descending
+            if sampling.top_p < 1:  # at 1, rounding in the running sum would cut the tail
+                probabilities = jax.nn.softmax(top, axis=-1)
+                before = jnp.cumsum(probabilities, axis=-1) - probabilities
+                top = jnp.where((before < sampling.top_p) | (jnp.arange(count) == 0), top, -jnp.inf)
+            choice = jnp.argmax(top + _gumbel(keys, count), axis=-1)
+            ids = jnp.take_along_axis(top_ids, choice[..., None], axis=-1)[..., 0]
     logprobs = jnp.take_along_axis(scaled, ids[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(scaled, axis=-1)
     return ids.astype(jnp.int32), logprobs
+
+
+def _draw_uncut(logits: Float32[Array, "B N V"], keys: Array) -> Int32[Array, "B N"]:
+    """One id per row from softmax(logits): a block of ids by its mass, then an id of the block.
+
+    Exact, without sorting, and with two times the square root of V random numbers a row instead of V.
+    """
+    width = math.isqrt(logits.shape[-1] - 1) + 1
+    blocks = -(-logits.shape[-1] // width)
+    padding = [(0, 0)] * (logits.ndim - 1) + [(0, blocks * width - logits.shape[-1])]
+    split = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(*logits.shape[:-1], blocks, width)
+    first, second = (jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, i)))(keys) for i in range(2))
+    block = jnp.argmax(jax.nn.logsumexp(split, axis=-1) + _gumbel(first, blocks), axis=-1)
+    inside = jnp.take_along_axis(split, block[..., None, None], axis=-2)[..., 0, :]
+    return block * width + jnp.argmax(inside + _gumbel(second, width), axis=-1)
+
+
+def _gumbel(keys: Array, count: int) -> Float32[Array, "B N count"]:
+    return jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (count,))))(keys)
 
 
 def _logits(x: Float[Array, "... D"], head: Float[Array, "V D"]) -> Float32[Array, "... V"]:
     return jnp.einsum("...d,vd->...v", x, head, preferred_element_type=jnp.float32)
 
 
-def _prefill(model: Decoder, layers: LayerParams, prefix: KeyValues, suffix: Int32[Array, "B S"]) -> tuple[Array, KeyValues]:
-    """Last hidden states of the suffixes and their caches `[layers, B, S, K, C]`."""
+def _prefill(
+    model: Decoder,
+    layers: LayerParams,
+    prefix: KeyValues,
+    suffix: Int32[Array, "B S"],
+    lengths: Int32[Array, " B"],
+    is_real: Bool[Array, " B"],
+) -> tuple[Float[Array, "B D"], KeyValues]:
+    """Hidden states of the last tokens of the suffixes, and the suffixes' caches `[layers, B, S, K, C]`."""
+    if sharding.current_mesh() is not None:
+        hidden, cache = _prefill_rows(model, layers, prefix, suffix)
+        return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0], cache
+
+    def one(tokens: Array, length: Array) -> tuple[Array, KeyValues]:
+        hidden, cache = _prefill_rows(model, layers, prefix, tokens[None])
+        return hidden[0, length - 1], KeyValues(cache.keys[:, 0], cache.values[:, 0])
+
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, suffix[0], lengths[0]))
+
+    # One row at a time: a row that only fills the batch costs nothing, and shapes stay those of a full batch.
+    def row(inputs: tuple[Array, Array, Array]) -> tuple[Array, KeyValues]:
+        tokens, length, real = inputs
+        return jax.lax.cond(real, one, lambda *_: nothing, tokens, length)
+
+    last, cache = jax.lax.map(row, (suffix, lengths, is_real))
+    return last, KeyValues(jnp.moveaxis(cache.keys, 0, 1), jnp.moveaxis(cache.values, 0, 1))
+
+
+def _prefill_rows(
+    model: Decoder, layers: LayerParams, prefix: KeyValues, suffix: Int32[Array, "B S"]
+) -> tuple[Float[Array, "B S D"], KeyValues]:
     offset = prefix.keys.shape[1]
     batch, length = suffix.shape
     rotation = rotary(jnp.broadcast_to(offset + jnp.arange(length), (batch, length)), model.config)

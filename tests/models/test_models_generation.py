@@ -108,11 +108,22 @@ def test_draw_of_a_uniform_distribution_is_uniform():
 @pytest.mark.parametrize(("top_p", "expected"), [(1.0, 1), (0.999, 0)])
 def test_draw_with_top_p_1_can_draw_an_id_however_rare(monkeypatch, top_p, expected):
     """After the first id the running float32 sum is 1 exactly, yet the tail is not cut."""
-    monkeypatch.setattr(jax.random, "gumbel", lambda key, shape: jnp.array([0.0, 30.0]))
+    monkeypatch.setattr(jax.random, "gumbel", lambda key, shape: jnp.array([0.0, 30.0])[: shape[0]])
     keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), (1, 1))
     sampling = Sampling(temperature=1.0, top_p=top_p, top_k=0, max_tokens=1)
     ids, _ = draw(jnp.array([[[0.0, -20.0]]]), keys, sampling, 2)
     assert ids.tolist() == [[expected]]
+
+
+@pytest.mark.parametrize("num_ids", [1, 2, 5, 16, 37])
+def test_draw_without_a_cut_follows_the_softmax_at_any_vocabulary_size(num_ids):
+    """The ids fall into unequal blocks; padding of the last one is never drawn."""
+    logits = np.linspace(-2, 2, num_ids).astype(np.float32)[np.random.default_rng(0).permutation(num_ids)]
+    ids, _ = _draws(logits, Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=1), num_valid_ids=num_ids)
+    drawn = np.bincount(ids.ravel(), minlength=num_ids)
+    expected = _softmax(logits.astype(np.float64)) * ids.size
+    assert drawn.size == num_ids
+    assert ((drawn - expected) ** 2 / expected).sum() < num_ids - 1 + 5 * np.sqrt(2 * num_ids)
 
 
 @pytest.mark.parametrize("top_k", [0, 3])
