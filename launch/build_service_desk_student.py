@@ -39,7 +39,7 @@ from actionopd_jax.chat.prompt import PromptBuilder
 from actionopd_jax.chat.tokenizer import ChatTokenizer
 from actionopd_jax.chat.train_tokenizer import train_tokenizer
 from actionopd_jax.cli.settings import load
-from actionopd_jax.environments.service_desk import ServiceDeskSuite, transcripts
+from actionopd_jax.environments.service_desk import ExpertSettings, ServiceDeskSuite, transcripts
 from actionopd_jax.loop.assembly import Parts
 from actionopd_jax.loop.export import export_student
 from actionopd_jax.methods.kd import TeacherTurn, examples
@@ -58,7 +58,7 @@ _EMBEDDING_SCALE = 0.08
 _SHARPNESS = 2.2  # of the induction circuit's attention, through the query and key norms
 _CONSTANT = 4.0  # one embedding dimension is the same for all tokens: what position-only attention can hold on to
 _CONVERSATIONS_PER_STEP = 16
-_PRETRAIN_SEED = 7  # of the expert; the KD run's differs
+_IMITATION_SEED = 7  # of the expert; the KD run's differs
 
 
 def corpus() -> Iterator[str]:
@@ -151,17 +151,25 @@ def add_copying_heads(model: Decoder, rng: np.random.Generator) -> None:
     model.embedding.set_value(jnp.asarray(embedding, jnp.float32))
 
 
-def conversations(tokenizer: ChatTokenizer, prompts: PromptBuilder, seed: int) -> Iterator[list[Example]]:
-    """Likelihood targets of successful conversations on training tasks, prompts without system message and tools."""
-    successes = (played for played in transcripts(ServiceDeskSuite(), "train", sys.maxsize, seed) if played.score.success)
-    for number, transcript in enumerate(successes):
+def conversations(
+    tokenizer: ChatTokenizer, prompts: PromptBuilder, seed: int, lapse_rate: float | None
+) -> Iterator[list[Example]]:
+    """Likelihood targets of conversations on training tasks, all turns.
+
+    Without a `lapse_rate` the successful ones, prompts without system message and tools; with one all conversations of
+    an expert that forgets the policy at this rate, prompts whole.
+    """
+    novice = None if lapse_rate is None else ExpertSettings(lapse_rate=lapse_rate)
+    played = transcripts(ServiceDeskSuite(), "train", sys.maxsize, seed, novice)
+    for number, transcript in enumerate(one for one in played if novice or one.score.success):
         turns = []
         for decision, (state, reply, action) in enumerate(transcript.decisions):
             spoken = tuple(message for message in state.messages if message.role != "system")
+            shown = state if novice else msgspec.structs.replace(state, messages=spoken, tools=())
             calls = (action,) if isinstance(action, ToolCall) else ()
             turns.append(
                 TeacherTurn(
-                    prompt_ids=prompts.build(msgspec.structs.replace(state, messages=spoken, tools=())).ids,
+                    prompt_ids=prompts.build(shown).ids,
                     reply_ids=tokenizer.encode_response(reply.reasoning, reply.content, calls, thinking=True),
                     trajectory=str(number),
                     decision=decision,
@@ -170,15 +178,15 @@ def conversations(tokenizer: ChatTokenizer, prompts: PromptBuilder, seed: int) -
         yield examples(turns)
 
 
-def write_pretrained(start: Path, folder: Path, steps: int, learning_rate: float) -> None:
-    """Trains the weights in `start` on conversations; writes the student to `folder`."""
+def write_imitator(start: Path, folder: Path, steps: int, learning_rate: float, lapse_rate: float | None) -> None:
+    """Trains the weights in `start` on `conversations`; writes the student to `folder`."""
     overrides = [("student.path", str(start)), ("update.learning_rate", str(learning_rate)), ("update.warmup_steps", "20")]
     config = load(str(_CONFIG), overrides)
     parts = Parts(config)
     updater = parts.updater(temperature=1.0, objective="likelihood")
     state = updater.create_state(nnx.split(parts.model)[1])
-    source = conversations(parts.tokenizer, parts.prompts, _PRETRAIN_SEED)
-    for step in track(range(steps), "pretraining"):
+    source = conversations(parts.tokenizer, parts.prompts, _IMITATION_SEED, lapse_rate)
+    for step in track(range(steps), "imitating"):
         batch = [turn for turns in itertools.islice(source, _CONVERSATIONS_PER_STEP) for turn in turns]
         state, figures = updater.update(state, batch)
         if (step + 1) % 20 == 0:
@@ -196,14 +204,21 @@ def main() -> None:
     pretrain.add_argument("start", type=Path, help="the folder that start wrote")
     pretrain.add_argument("--steps", type=int, default=400)
     pretrain.add_argument("--learning-rate", type=float, default=3e-3)
+    novice = commands.add_parser("novice", help="imitate an expert that forgets the policy at times")
+    novice.add_argument("start", type=Path, help="the folder of the student that the KD run left")
+    novice.add_argument("--steps", type=int, default=60)
+    novice.add_argument("--learning-rate", type=float, default=1e-3)
+    novice.add_argument("--lapse-rate", type=float, default=0.6)
     install = commands.add_parser("install", help="copy a finished student into the package")
-    for command in (begin, pretrain, install):
+    for command in (begin, pretrain, novice, install):
         command.add_argument("folder", type=Path, help="the student's folder")
     flags = parser.parse_args()
     if flags.command == "start":
         write_start(flags.folder)
     elif flags.command == "pretrain":
-        write_pretrained(flags.start, flags.folder, flags.steps, flags.learning_rate)
+        write_imitator(flags.start, flags.folder, flags.steps, flags.learning_rate, None)
+    elif flags.command == "novice":
+        write_imitator(flags.start, flags.folder, flags.steps, flags.learning_rate, flags.lapse_rate)
     else:
         shutil.copytree(flags.folder, _PACKAGED, dirs_exist_ok=True)
         print(f"copied to {_PACKAGED}; rerun the tests, and configs/quickstart.py")

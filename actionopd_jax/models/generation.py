@@ -158,7 +158,7 @@ def _draw_uncut(logits: Float32[Array, "B N V"], keys: Array) -> Int32[Array, "B
     blocks = -(-logits.shape[-1] // width)
     padding = [(0, 0)] * (logits.ndim - 1) + [(0, blocks * width - logits.shape[-1])]
     split = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(*logits.shape[:-1], blocks, width)
-    first, second = (jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, i)))(keys) for i in range(2))
+    first, second = jnp.moveaxis(jax.vmap(jax.vmap(jax.random.split))(keys), -1, 0)
     block = jnp.argmax(jax.nn.logsumexp(split, axis=-1) + _gumbel(first, blocks), axis=-1)
     inside = jnp.take_along_axis(split, block[..., None, None], axis=-2)[..., 0, :]
     return block * width + jnp.argmax(inside + _gumbel(second, width), axis=-1)

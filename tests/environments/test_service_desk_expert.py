@@ -32,6 +32,26 @@ def test_expert_with_default_errors_succeeds_mostly_but_not_always():
     assert 0.93 <= rate < 1
 
 
+def test_expert_that_always_forgets_the_policy_confirms_and_refuses_nothing():
+    novice = ExpertSettings(error_rate=0, invalid_rate=0, lapse_rate=1)
+    played = list(transcripts(SUITE, "train", 100, 1, novice))
+    wordings = {line.split(" {")[0] for lines in (*phrases.CONFIRM.values(), *phrases.REFUSE.values()) for line in lines}
+    spoken = [d.action.text for t in played for d in t.decisions if isinstance(d.action, Message)]
+    assert spoken
+    assert not any(line.startswith(tuple(wordings)) for line in spoken)
+    outcomes = [({r.outcome for r in SUITE.scenario(t.task).requests}, t) for t in played]
+    assert all(not t.score.success for kinds, t in outcomes if kinds & {"refuse", "decline"})
+    assert any(t.score.success for _, t in outcomes)
+
+
+def test_expert_that_forgets_the_policy_at_times_knows_it_at_others():
+    rates = {
+        rate: sum(t.score.success for t in transcripts(SUITE, "train", 100, 1, ExpertSettings(lapse_rate=rate)))
+        for rate in (0.0, 0.5, 1.0)
+    }
+    assert rates[0.0] > rates[0.5] > rates[1.0]
+
+
 def start(index=0):
     observation = SUITE.make(SUITE.tasks("train")[index]).reset()
     return State("service_desk", observation.messages, observation.tools)
@@ -50,7 +70,9 @@ def test_reply_is_a_function_of_seed_state_and_draw():
     assert expert.identity != SUITE.scripted_teacher(3, {"error_rate": 0.5}).identity
 
 
-@pytest.mark.parametrize("settings", [{"error_rate": 1.5}, {"invalid_rate": -0.1}, {"rate": 0.1}, {"error_rate": "high"}])
+@pytest.mark.parametrize(
+    "settings", [{"error_rate": 1.5}, {"invalid_rate": -0.1}, {"lapse_rate": 2}, {"rate": 0.1}, {"error_rate": "high"}]
+)
 def test_bad_setting_is_refused(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         SUITE.scripted_teacher(0, settings)

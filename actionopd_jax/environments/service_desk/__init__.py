@@ -2,7 +2,7 @@
 
 from actionopd_jax.environments.service_desk.corpus import transcripts
 from actionopd_jax.environments.service_desk.environment import ServiceDesk, ServiceDeskSuite
-from actionopd_jax.environments.service_desk.expert import Expert
+from actionopd_jax.environments.service_desk.expert import Expert, ExpertSettings
 from actionopd_jax.environments.service_desk.judge import ActJudge
 
-__all__ = ["ActJudge", "Expert", "ServiceDesk", "ServiceDeskSuite", "transcripts"]
+__all__ = ["ActJudge", "Expert", "ExpertSettings", "ServiceDesk", "ServiceDeskSuite", "transcripts"]

@@ -22,10 +22,13 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertSettings:
-    """`error_rate`: plausible wrong actions; `invalid_rate`: malformed output; both per reply."""
+    """Rates per reply: `error_rate`, plausible wrong actions; `invalid_rate`, malformed output; `lapse_rate`,
+    decisions without a thought for the policy (changes not confirmed, forbidden ones not refused), as of a novice.
+    """
 
     error_rate: float = 0.03
     invalid_rate: float = 0.03
+    lapse_rate: float = 0.0
 
     def __post_init__(self) -> None:
         for name, rate in dataclasses.asdict(self).items():
@@ -64,7 +67,8 @@ class Expert:
         """The turn at a state: the same state, draw and seed give the same turn."""
         rng = python_random("service_desk.expert", self._seed, state.key, *draw)
         seen = situation.read(state)
-        choice = rng.choice(choices(seen))
+        lapse = self._settings.lapse_rate > 0 and rng.random() < self._settings.lapse_rate
+        choice = rng.choice(choices(seen, heeds_policy=not lapse))
         luck = rng.random()
         if luck < self._settings.error_rate:
             choice = _slip(choice, seen, rng)
@@ -74,8 +78,8 @@ class Expert:
         return reply
 
 
-def choices(seen: Situation) -> list[Choice]:
-    """The right actions at a situation; never empty."""
+def choices(seen: Situation, heeds_policy: bool = True) -> list[Choice]:
+    """The right actions at a situation, or those of somebody who forgot the policy; never empty."""
     wish = seen.wish
     if not wish.kind:
         return [Choice("The request is not clear, ask again.", ("How can I help you?", "What can I do for you?"))]
@@ -84,8 +88,8 @@ def choices(seen: Situation) -> list[Choice]:
     if wish.declined:
         return [_finish("The customer said no, change nothing.", phrases.NOTHING_CHANGED, seen)]
     if wish.kind == "email":
-        return _email(seen)
-    return _identify(seen) or _serve(seen)
+        return _email(seen, heeds_policy)
+    return _identify(seen) or _serve(seen, heeds_policy)
 
 
 def _identify(seen: Situation) -> list[Choice]:
@@ -109,17 +113,17 @@ def _find(seen: Situation) -> Choice:
     return Choice("The email is known, look up the customer.", tool="find_customer", arguments={"email": seen.email})
 
 
-def _email(seen: Situation) -> list[Choice]:
+def _email(seen: Situation, heeds_policy: bool) -> list[Choice]:
     if not seen.email:
         return [Choice("The customer is not known, ask for the email.", phrases.ASK_IDENTITY[("email",)])]
     if not seen.found:
         return [_find(seen)]
     if seen.wish.taken:
         return [_finish("The new email is taken, refuse.", phrases.REFUSE["email"], seen, why="it is not free")]
-    return _change(seen, "The customer is found")
+    return _change(seen, "The customer is found", heeds_policy)
 
 
-def _serve(seen: Situation) -> list[Choice]:
+def _serve(seen: Situation, heeds_policy: bool) -> list[Choice]:
     wish, order, number = seen.wish, seen.order or {}, seen.order_id
     if wish.kind == "info":
         why = f"Order {number} is looked up, tell the {_ASKED[wish.topic]}."
@@ -127,12 +131,12 @@ def _serve(seen: Situation) -> list[Choice]:
     status, days, tier = str(order.get("status")), int(order.get("days", 0)), str(order.get("tier"))
     state = f"Order {number} is {status}, {days} days, {tier}"
     obstacle = policy.obstacle(wish.kind, status, days, tier)
-    if obstacle:
+    if obstacle and heeds_policy:
         limit = 10 if wish.kind == "credit" else policy.return_limit(tier)
         cause = phrases.WHY[obstacle].format(status=status, days=days, limit=limit)
         why = f"{state}: {_NOUNS[wish.kind]} not allowed, refuse."
         return [_finish(why, phrases.REFUSE[wish.kind], seen, why=cause)]
-    return _change(seen, state)
+    return _change(seen, state, heeds_policy)
 
 
 _ASKED = {"status": "status", "price": "price", "where": "address", "days": "days"}
@@ -147,14 +151,14 @@ _NOUNS = {
 }
 
 
-def _change(seen: Situation, state: str) -> list[Choice]:
-    """The next step of an allowed change: its detail, the customer's yes, the call."""
+def _change(seen: Situation, state: str, heeds_policy: bool) -> list[Choice]:
+    """The next step of a change that seems allowed: its detail, the customer's yes, the call."""
     wish, number = seen.wish, seen.order_id
     allowed = f"{state}: {_NOUNS[wish.kind]} allowed"
     if wish.kind in policy.DETAIL_OF and not wish.detail:
         detail = policy.DETAIL_OF[wish.kind].replace("_", " ")
         return [Choice(f"{allowed}, ask the {detail}.", phrases.ASK_DETAIL[wish.kind])]
-    if wish.kind in policy.IRREVERSIBLE and not wish.agreed:
+    if wish.kind in policy.IRREVERSIBLE and not wish.agreed and heeds_policy:
         wordings = tuple(line.format(order=number, detail=wish.detail) for line in phrases.CONFIRM[wish.kind])
         return [Choice(f"{allowed}, get a yes.", wordings)]
     arguments: JsonObject = {"order_id": number}
