@@ -45,7 +45,7 @@ from actionopd_jax.loop.export import export_student
 from actionopd_jax.methods.kd import TeacherTurn, examples
 from actionopd_jax.models import decoder_config, weights
 from actionopd_jax.models.decoder import Decoder
-from actionopd_jax.records import Example, ToolCall
+from actionopd_jax.records import Example, JsonObject, ToolCall
 from actionopd_jax.seeds import numpy_random
 
 _PACKAGED = Path(actionopd_jax.__file__).parent / "assets" / "service_desk"
@@ -58,6 +58,7 @@ _EMBEDDING_SCALE = 0.08
 _SHARPNESS = 2.2  # of the induction circuit's attention, through the query and key norms
 _CONSTANT = 4.0  # one embedding dimension is the same for all tokens: what position-only attention can hold on to
 _CONVERSATIONS_PER_STEP = 16
+_WARMUP = 10  # steps
 _IMITATION_SEED = 7  # of the expert; the KD run's differs
 
 
@@ -180,7 +181,9 @@ def conversations(
 
 def write_imitator(start: Path, folder: Path, steps: int, learning_rate: float, lapse_rate: float | None) -> None:
     """Trains the weights in `start` on `conversations`; writes the student to `folder`."""
-    overrides = [("student.path", str(start)), ("update.learning_rate", str(learning_rate)), ("update.warmup_steps", "20")]
+    settings: JsonObject = {"learning_rate": learning_rate, "warmup_steps": _WARMUP, "schedule": "cosine"}
+    settings["decay_steps"] = max(steps - _WARMUP, 1)
+    overrides = [("student.path", str(start)), *((f"update.{name}", str(value)) for name, value in settings.items())]
     config = load(str(_CONFIG), overrides)
     parts = Parts(config)
     updater = parts.updater(temperature=1.0, objective="likelihood")

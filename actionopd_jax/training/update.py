@@ -116,7 +116,7 @@ class Updater:
             scored = [batch.bins.with_old_logprobs(self.score(state.params, batch.bins).logprobs) for batch in batches]
             batches = [dataclasses.replace(batch, bins=bins) for batch, bins in zip(batches, scored, strict=True)]
         for batch in batches:
-            state, sums, grad_norm, logprobs = self._optimizer_step(state, batch.bins, unchanged_weights)
+            state, sums, grad_norm, logprobs = self.optimizer_step(state, batch.bins, unchanged_weights)
             report.add(batch.bins.stats, sums, grad_norm)
             report.add_mismatch(batch.mismatch(logprobs if unchanged_weights else batch.bins.old_logprobs))
         bad_steps = int(state.bad_steps)
@@ -127,9 +127,18 @@ class Updater:
             )
         return state, report.metrics(bad_steps)
 
-    def _optimizer_step(
-        self, state: TrainState, bins: PackedBins, unchanged_weights: bool
+    def optimizer_step(
+        self, state: TrainState, bins: PackedBins, unchanged_weights: bool = False
     ) -> tuple[TrainState, Sums, float, Float32[np.ndarray, "bins terms"]]:
+        """One optimizer step on one minibatch.
+
+        Args:
+            state: before the step; donated, must not be used again.
+            bins: scored, unless `unchanged_weights` says that the old log-probabilities are the present ones.
+
+        Returns:
+            The state, sums over the active terms, the gradient's norm before clipping, log-probabilities before the step.
+        """
         with self._on_mesh():
             total, logprobs = self.programs.zero(state.params), []
             for micro in self._micro_batches(bins):

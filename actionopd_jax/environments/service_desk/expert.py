@@ -17,7 +17,7 @@ from actionopd_jax.protocols import ChatRequest
 from actionopd_jax.records import ChatReply, JsonObject, RawToolCall, State, encode
 from actionopd_jax.seeds import python_random
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def _identify(seen: Situation) -> list[Choice]:
         return []
     number, item = seen.order_id, seen.wish.item
     if number:
-        steps = [Choice(f"Order {number} is the {item}, look it up.", tool="get_order", arguments={"order_id": number})]
+        steps = [Choice(f"The {item} is order {number}, look it up.", tool="get_order", arguments={"order_id": number})]
         if seen.email and not seen.found:
             steps.append(_find(seen))
         return steps
