@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKDIR ?= runs/quickstart
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test lint bench-step bench-update clean
 
 # The package itself, for running it.
 $(VENV)/.installed: pyproject.toml
@@ -35,5 +35,18 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
+# google-tunix needs versions of its own, hence an environment of its own.
+.venv-tunix/.installed:
+	test -x .venv-tunix/bin/python || $(PYTHON) -m venv .venv-tunix
+	.venv-tunix/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-tunix/bin/python -m pip install --quiet 'google-tunix==0.1.7'
+	touch $@
+
+bench-step: $(VENV)/.installed-dev .venv-tunix/.installed
+	$(BIN)/python benchmarks/step.py --vs tunix --vs torch
+
+bench-update: $(VENV)/.installed-dev .venv-tunix/.installed
+	$(BIN)/python benchmarks/update.py --vs tunix
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-tunix build *.egg-info .pytest_cache .ruff_cache .import_linter_cache
