@@ -113,6 +113,8 @@ class UpdateConfig:
     dual_clip: float = 3.0
     advantage_epsilon: float = 1e-8
     minibatch_candidates: int = 256
+    # What a minibatch keeps together: a tree shares most when all decisions of a trajectory are in it.
+    minibatch_by: Literal["trajectories", "groups"] = "trajectories"
     packing: Literal["tree", "rows"] = "tree"
     bin_tokens: int = 32_768  # tokens of one packed bin: prompt + response of the longest row must fit
     bins_per_microbatch: int = 1  # on each data-parallel slice of the mesh

@@ -59,7 +59,6 @@ _SHARPNESS = 2.2  # of the induction circuit's attention, through the query and 
 _CONSTANT = 4.0  # one embedding dimension is the same for all tokens: what position-only attention can hold on to
 _CONVERSATIONS_PER_STEP = 16
 _WARMUP = 10  # steps
-_IMITATION_SEED = 7  # of the expert; the KD run's differs
 
 
 def corpus() -> Iterator[str]:
@@ -179,7 +178,7 @@ def conversations(
         yield examples(turns)
 
 
-def write_imitator(start: Path, folder: Path, steps: int, learning_rate: float, lapse_rate: float | None) -> None:
+def write_imitator(start: Path, folder: Path, steps: int, learning_rate: float, seed: int, lapse_rate: float | None) -> None:
     """Trains the weights in `start` on `conversations`; writes the student to `folder`."""
     settings: JsonObject = {"learning_rate": learning_rate, "warmup_steps": _WARMUP, "schedule": "cosine"}
     settings["decay_steps"] = max(steps - _WARMUP, 1)
@@ -188,7 +187,7 @@ def write_imitator(start: Path, folder: Path, steps: int, learning_rate: float, 
     parts = Parts(config)
     updater = parts.updater(temperature=1.0, objective="likelihood")
     state = updater.create_state(nnx.split(parts.model)[1])
-    source = conversations(parts.tokenizer, parts.prompts, _IMITATION_SEED, lapse_rate)
+    source = conversations(parts.tokenizer, parts.prompts, seed, lapse_rate)
     for step in track(range(steps), "imitating"):
         batch = [turn for turns in itertools.islice(source, _CONVERSATIONS_PER_STEP) for turn in turns]
         state, figures = updater.update(state, batch)
@@ -213,15 +212,17 @@ def main() -> None:
     novice.add_argument("--learning-rate", type=float, default=1e-3)
     novice.add_argument("--lapse-rate", type=float, default=0.6)
     install = commands.add_parser("install", help="copy a finished student into the package")
+    for command in (pretrain, novice):
+        command.add_argument("--seed", type=int, default=7, help="of the expert; another one, other conversations")
     for command in (begin, pretrain, novice, install):
         command.add_argument("folder", type=Path, help="the student's folder")
     flags = parser.parse_args()
     if flags.command == "start":
         write_start(flags.folder)
     elif flags.command == "pretrain":
-        write_imitator(flags.start, flags.folder, flags.steps, flags.learning_rate, None)
+        write_imitator(flags.start, flags.folder, flags.steps, flags.learning_rate, flags.seed, None)
     elif flags.command == "novice":
-        write_imitator(flags.start, flags.folder, flags.steps, flags.learning_rate, flags.lapse_rate)
+        write_imitator(flags.start, flags.folder, flags.steps, flags.learning_rate, flags.seed, flags.lapse_rate)
     else:
         shutil.copytree(flags.folder, _PACKAGED, dirs_exist_ok=True)
         print(f"copied to {_PACKAGED}; rerun the tests, and configs/quickstart.py")

@@ -1,4 +1,4 @@
-"""Optimizer minibatches of all processes: one split into whole groups, one set of bins, the same everywhere.
+"""Optimizer minibatches of all processes: one split into whole trajectories, one set of bins, the same everywhere.
 
 Each process packs what it collected itself; bins are then exchanged, so that every process holds all of
 them and computes the share of its devices. A process without examples takes part with no bins.
@@ -54,42 +54,57 @@ def make_minibatches(examples: Sequence[Example], config: UpdateConfig, bins_mul
         PackingError: a row that no bin can hold.
         RunStateError: another process has met one of these.
     """
-    groups, error = [], None
+    units, error = [], None
     try:
-        groups = _checked_groups(examples, config)
+        units = _units(examples, config)
+        _check_lengths(examples, config)
     except UserError as caught:
         error = caught
     hosts.fail_together(error)
-    sizes = hosts.gather_rows(np.array([len(group) for group in groups], np.int32))
+    sizes = hosts.gather_rows(np.array([len(unit) for unit in units], np.int32))
     first = sum(len(rows) for rows in sizes[: jax.process_index()])
     minibatches = []
     for members in _fill([int(size) for rows in sizes for size in rows], config.minibatch_candidates):
-        own = [index - first for index in members if 0 <= index - first < len(groups)]
-        minibatches.append(_pack([examples[row] for group in own for row in groups[group]], config, bins_multiple))
+        own = [index - first for index in members if 0 <= index - first < len(units)]
+        minibatches.append(_pack([examples[row] for unit in own for row in units[unit]], config, bins_multiple))
     return minibatches
 
 
-def split_minibatches(examples: Sequence[Example], limit: int) -> list[list[int]]:
-    """Indices of examples, in minibatches of at most `limit` that keep groups whole, in order of first appearance.
+def split_minibatches(examples: Sequence[Example], config: UpdateConfig) -> list[list[int]]:
+    """Indices of examples, in minibatches that keep groups whole (trajectories where they fit), in order of appearance.
 
     Raises:
         ConfigError: a group that is larger than a minibatch.
     """
-    groups = list(_groups(examples).values())
-    _check_sizes(examples, groups, limit)
-    return [[row for group in members for row in groups[group]] for members in _fill([len(g) for g in groups], limit)]
+    units = _units(examples, config)
+    filled = _fill([len(unit) for unit in units], config.minibatch_candidates)
+    return [[row for unit in members for row in units[unit]] for members in filled]
 
 
-def _groups(examples: Sequence[Example]) -> dict[tuple[str, str], list[int]]:
+def _units(examples: Sequence[Example], config: UpdateConfig) -> list[list[int]]:
+    """Rows that stay together: a group, or a whole trajectory unless it is larger than a minibatch."""
+    limit = config.minibatch_candidates
     groups: dict[tuple[str, str], list[int]] = {}
     for index, example in enumerate(examples):
         groups.setdefault((example.trajectory, example.group), []).append(index)
-    return groups
+    trajectories: dict[str, list[list[int]]] = {}
+    for (trajectory, group), rows in groups.items():
+        if len(rows) > limit:
+            raise ConfigError(
+                f"group {group} of trajectory {trajectory} has {len(rows)} rows, more than "
+                f"update.minibatch_candidates {limit}; raise it"
+            )
+        trajectories.setdefault(trajectory, []).append(rows)
+    if config.minibatch_by == "groups":
+        return list(groups.values())
+    units: list[list[int]] = []
+    for parts in trajectories.values():
+        whole = [row for rows in parts for row in rows]
+        units.extend([whole] if len(whole) <= limit else parts)
+    return units
 
 
-def _checked_groups(examples: Sequence[Example], config: UpdateConfig) -> list[list[int]]:
-    groups = list(_groups(examples).values())
-    _check_sizes(examples, groups, config.minibatch_candidates)
+def _check_lengths(examples: Sequence[Example], config: UpdateConfig) -> None:
     for example in examples:
         length = len(example.prompt_ids) + len(example.response_ids)
         if length > config.bin_tokens:
@@ -97,21 +112,10 @@ def _checked_groups(examples: Sequence[Example], config: UpdateConfig) -> list[l
                 f"a row of {length} tokens does not fit a bin of {config.bin_tokens} (group {example.group}, "
                 f"trajectory {example.trajectory}): raise update.bin_tokens or lower the student's token limits"
             )
-    return groups
-
-
-def _check_sizes(examples: Sequence[Example], groups: Sequence[Sequence[int]], limit: int) -> None:
-    for group in groups:
-        if len(group) > limit:
-            first = examples[group[0]]
-            raise ConfigError(
-                f"group {first.group} of trajectory {first.trajectory} has {len(group)} rows, more than "
-                f"update.minibatch_candidates {limit}; raise it"
-            )
 
 
 def _fill(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Consecutive groups, as many as fit."""
+    """Consecutive units, as many as fit."""
     minibatches: list[list[int]] = []
     rows = limit
     for index, size in enumerate(sizes):

@@ -31,7 +31,7 @@ def test_find_customer_gives_orders_whatever_the_case_of_the_email(db):
     assert run(db, "find_customer", email=" MIA.Lopez@mail.com") == {
         "name": "Mia Lopez",
         "tier": "gold",
-        "orders": {"W1001": "lamp", "W1002": "mug"},
+        "orders": [{"item": "lamp", "order_id": "W1001"}, {"item": "mug", "order_id": "W1002"}],
     }
 
 
@@ -108,7 +108,8 @@ def test_apply_credit_twice_is_refused(db):
 
 def test_update_email_moves_the_orders_along(db):
     assert run(db, "update_email", email=MIA.email, new_email="Mia@post.com") == {"email": "mia@post.com"}
-    assert run(db, "find_customer", email="mia@post.com")["orders"] == {"W1001": "lamp", "W1002": "mug"}
+    orders = run(db, "find_customer", email="mia@post.com")["orders"]
+    assert [(order["item"], order["order_id"]) for order in orders] == [("lamp", "W1001"), ("mug", "W1002")]
     assert run(db, "find_customer", email=MIA.email) == {"error": "unknown email"}
 
 

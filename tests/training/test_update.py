@@ -325,7 +325,20 @@ def test_split_minibatches_keeps_groups_whole():
     names = [name for name, size in sizes.items() for _ in range(size)]
     ids = np.zeros(1, np.int32)
     examples = [Example(ids, ids, np.zeros(1, np.float32), name, "t") for name in names]
-    assert split_minibatches(examples, 6) == [[0, 1, 2], [3, 4, 5, 6, 7, 8], [9, 10, 11, 12]]
-    assert split_minibatches([], 6) == []
-    with pytest.raises(ConfigError, match="group b"):
-        split_minibatches(examples, 3)
+    for by in ("groups", "trajectories"):
+        config = dataclasses.replace(CONFIG, minibatch_candidates=6, minibatch_by=by)
+        # The trajectory is larger than a minibatch.
+        assert split_minibatches(examples, config) == [[0, 1, 2], [3, 4, 5, 6, 7, 8], [9, 10, 11, 12]]
+        assert split_minibatches([], config) == []
+        with pytest.raises(ConfigError, match="group b"):
+            split_minibatches(examples, dataclasses.replace(config, minibatch_candidates=3))
+
+
+def test_split_minibatches_keeps_trajectories_whole_where_they_fit():
+    ids = np.zeros(1, np.int32)
+    names = [("a", "s"), ("b", "s"), ("a", "t"), ("b", "t"), ("c", "t"), ("a", "u")]
+    examples = [Example(ids, ids, np.zeros(1, np.float32), *name) for name in names for _ in range(2)]
+    config = dataclasses.replace(CONFIG, minibatch_candidates=8)
+    assert split_minibatches(examples, config) == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11]]
+    by_groups = dataclasses.replace(config, minibatch_by="groups")
+    assert split_minibatches(examples, by_groups) == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11]]

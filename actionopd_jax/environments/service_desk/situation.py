@@ -152,7 +152,7 @@ def _learn(situation: Situation, call: ToolCall, message: ChatMessage) -> None:
     if call.name == "find_customer":
         if str(call.arguments.get("email", "")).strip().lower() == situation.email:
             situation.found, situation.tier = True, str(result.get("tier", ""))
-            situation.numbers.update({item: number for number, item in dict(result.get("orders", {})).items()})
+            situation.numbers.update({order["item"]: order["order_id"] for order in result.get("orders", [])})
     elif call.name == "get_order":
         situation.orders[order_id] = result
     else:

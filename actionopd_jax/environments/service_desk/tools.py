@@ -19,8 +19,8 @@ def find_customer(db: sqlite3.Connection, email: str) -> JsonObject:
     row = db.execute("SELECT name, tier FROM customers WHERE email = ?", (email,)).fetchone()
     if row is None:
         return {"error": "unknown email"}
-    orders = db.execute("SELECT order_id, item FROM orders WHERE email = ? ORDER BY order_id", (email,))
-    return {"name": row[0], "tier": row[1], "orders": dict(orders.fetchall())}
+    orders = db.execute("SELECT item, order_id FROM orders WHERE email = ? ORDER BY order_id", (email,))
+    return {"name": row[0], "tier": row[1], "orders": [{"item": item, "order_id": number} for item, number in orders]}
 
 
 def get_order(db: sqlite3.Connection, order_id: str) -> JsonObject:
