@@ -22,7 +22,7 @@ from actionopd_jax.records import (
 )
 
 NAME = "service_desk"
-FORMAT_VERSION = 1  # of instances, customer and checks; policy and tools enter by digest
+FORMAT_VERSION = 2  # of instances, customer and checks; policy and tools enter by digest
 VERSION = f"{FORMAT_VERSION}-{digest([policy.SYSTEM, tools.SPECS, [tool.source for tool in tools.TOOLS.values()]])[:12]}"
 SPLITS = {"train": 4000, "heldout": 500}
 """Splits and their default numbers of tasks."""
