@@ -3,12 +3,17 @@
     python launch/build_service_desk_student.py start runs/start
     python launch/build_service_desk_student.py pretrain runs/start runs/pretrained
     actionopd train --config configs/service_desk_base.py --config.student.path=runs/pretrained --workdir runs/base
-    python launch/build_service_desk_student.py install runs/base/student
+    python launch/build_service_desk_student.py novice runs/base/student runs/novice
+    python launch/build_service_desk_student.py install runs/novice
 
-Half a minute, a quarter of an hour on two CPU cores, some minutes, and seconds. `start` trains a tokenizer on
-conversations of the scripted expert and writes it with the model's config and first weights; `pretrain` imitates the
-expert on conversations without the system prompt and its tools; the KD run adds those, and stops when the student is
-good enough to be rewarded at times and bad enough to have something to learn; `install` copies it into the package.
+On two CPU cores half a minute, a quarter of an hour, another one, forty minutes, and seconds. `start` trains a
+tokenizer on conversations of the scripted expert and writes it with the model's config and first weights; `pretrain`
+imitates the expert on conversations without the system prompt and its tools; the KD run adds those; `novice` imitates
+an expert that at six decisions of ten forgets the policy (changes without a yes, forbidden changes tried), failed
+conversations included; `install` copies the student into the package.
+
+The novice is why there is something to learn: the base can read, call tools and serve, it follows the policy at times,
+and greedily it does not. A base that was merely stopped early fails at reading, which rewards for actions teach slowly.
 
 Short contexts come first because reading one word out of many is found by gradient descent only while the word has a
 fair share of the attention: from 700 constant tokens and one that matters, a million weights learned no reading in
@@ -208,8 +213,8 @@ def main() -> None:
     pretrain.add_argument("--learning-rate", type=float, default=3e-3)
     novice = commands.add_parser("novice", help="imitate an expert that forgets the policy at times")
     novice.add_argument("start", type=Path, help="the folder of the student that the KD run left")
-    novice.add_argument("--steps", type=int, default=60)
-    novice.add_argument("--learning-rate", type=float, default=1e-3)
+    novice.add_argument("--steps", type=int, default=860)
+    novice.add_argument("--learning-rate", type=float, default=2e-3)
     novice.add_argument("--lapse-rate", type=float, default=0.6)
     install = commands.add_parser("install", help="copy a finished student into the package")
     for command in (pretrain, novice):
