@@ -28,7 +28,7 @@ from actionopd_jax.config import RunConfig
 from actionopd_jax.evaluation.passk import percent
 from actionopd_jax.evaluation.table import read_result
 from actionopd_jax.records import JsonObject
-from actionopd_jax.training.metrics import FILE_NAME, read_metrics
+from actionopd_jax.training.metrics import FILE_NAME, edge_means, read_metrics
 
 _CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.py"
 _REWARDS = ("agreement", "constant", "shuffled")
@@ -48,7 +48,7 @@ def _interval(workdir: Path, step: int) -> str:
 def _row(reward: str, summary: JsonObject, workdir: Path, steps: int) -> list[str]:
     lines = read_metrics(workdir / FILE_NAME)
     updates = sum(int(line.get("optimizer_steps") or 0) for line in lines)
-    match_rates = [float(line["match_rate"] or 0) for line in (lines[0], lines[-1])]
+    match_rates = [rate or 0.0 for rate in edge_means(lines, "match_rate")]
     return [
         reward,
         percent(summary["success_after"]),
@@ -70,7 +70,7 @@ def main() -> None:
     flags = parser.parse_args()
 
     table = Table(title="Success on held-out tasks, greedy, no teacher")
-    for column in ("reward", "success %", "95 % interval", "gain", "match rate % (steps)", "updates", "minutes"):
+    for column in ("reward", "success %", "95 % interval", "gain", "match rate % (first, last steps)", "updates", "minutes"):
         table.add_column(column, justify="left" if column == "reward" else "right")
     results: dict[str, JsonObject] = {}
     load_average = os.getloadavg()[0]

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from actionopd_jax.records import JsonObject, Trajectory
-from actionopd_jax.training.metrics import Line
+from actionopd_jax.training.metrics import Line, edge_means, edge_steps
 
 
 def _bars(console: Console) -> Progress:
@@ -95,14 +95,14 @@ def _show(value: object) -> str:
 
 
 def summary_table(summary: JsonObject, lines: list[Line]) -> Table:
-    """First and last step side by side, and the evaluation before and after."""
+    """First and last steps side by side, and the evaluation before and after."""
     table = Table(title="Summary")
     for column in ("", "first", "last"):
         table.add_column(column, justify="left" if not column else "right")
     before, after = summary["success_before"], summary["success_after"]
     table.add_row("success on held-out tasks (before, after)", f"{before:.1%}", f"{after:.1%}")
     for name, label in (("match_rate", "match rate"), ("invalid_rate", "invalid rate"), ("reward_mean", "mean reward")):
-        values = [line.get(name) for line in lines]
-        if values and isinstance(values[0], float) and isinstance(values[-1], float):
-            table.add_row(f"{label} (first step, last step)", f"{values[0]:.3f}", f"{values[-1]:.3f}")
+        first, last = edge_means(lines, name)
+        if first is not None and last is not None:
+            table.add_row(f"{label} (mean of {edge_steps(lines)} steps)", f"{first:.3f}", f"{last:.3f}")
     return table

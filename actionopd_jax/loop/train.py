@@ -20,7 +20,7 @@ from actionopd_jax.records import JsonObject, digest
 from actionopd_jax.rollout.trajectory import TaskStart
 from actionopd_jax.services.cache import Cache
 from actionopd_jax.training.checkpoint import Checkpointer, RunProgress
-from actionopd_jax.training.metrics import FILE_NAME, MetricsWriter, read_metrics
+from actionopd_jax.training.metrics import FILE_NAME, MetricsWriter, edge_means, read_metrics
 from actionopd_jax.training.state import TrainState, abstract_state
 from actionopd_jax.training.update import Metrics
 from actionopd_jax.training.workdir import Workdir, code_version, open_workdir, what_matters
@@ -31,7 +31,8 @@ def train(config: RunConfig, workdir: Path) -> JsonObject:
 
     Returns:
         `success_before` and `success_after` on the evaluation tasks, `match_rate_first`, `_last`,
-        `invalid_rate_first`, `_last` (None where the method has no such figure), `train_minutes`, `workdir`.
+        `invalid_rate_first`, `_last` (means over the first and the last fifth of the steps; None where the method has
+        no such figure), `train_minutes`, `workdir`.
 
     Raises:
         UserError: settings, student files or work directory that do not fit; nothing was changed.
@@ -135,14 +136,13 @@ class _Run:
 
     def _report(self, before: EvaluationResult, after: EvaluationResult) -> JsonObject:
         lines = read_metrics(self._folders.path / FILE_NAME)
-        first, last = lines[0], lines[-1]
         summary: JsonObject = {
             "success_before": before.success,
             "success_after": after.success,
             **{
-                f"{name}_{when}": line.get(name)
+                f"{name}_{when}": value
                 for name in ("match_rate", "invalid_rate")
-                for when, line in (("first", first), ("last", last))
+                for when, value in zip(("first", "last"), edge_means(lines, name), strict=True)
             },
             "train_minutes": sum(float(line["step_s"] or 0) for line in lines) / 60,
             "workdir": str(self._folders.path),

@@ -5,7 +5,7 @@ a run that was killed and continued leaves the same file as one that was not.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -81,6 +81,27 @@ def read_metrics(path: Path) -> list[Line]:
     if not path.exists():
         raise RunStateError(f"no metrics at {path}; is this the work directory of a run?")
     return [values for _, values in _parsed(path)]
+
+
+def edge_steps(lines: Sequence[Line]) -> int:
+    """How many steps `edge_means` takes at each end: a fifth of them, at least one."""
+    return max(1, len(lines) // 5)
+
+
+def edge_means(lines: Sequence[Line], name: str) -> tuple[float | None, float | None]:
+    """A figure's mean over the first and over the last steps: one step of few tasks says little.
+
+    Args:
+        lines: of all steps, in order.
+        name: of the figure; steps without it are left out, None where none has it.
+    """
+    count = edge_steps(lines)
+
+    def mean(part: Sequence[Line]) -> float | None:
+        values = [float(value) for line in part if isinstance(value := line.get(name), int | float)]
+        return sum(values) / len(values) if values else None
+
+    return mean(lines[:count]), mean(lines[-count:])
 
 
 def _parsed(path: Path) -> list[tuple[bytes, Line]]:

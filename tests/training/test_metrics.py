@@ -7,7 +7,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from actionopd_jax.errors import RunStateError
-from actionopd_jax.training.metrics import FILE_NAME, MetricsWriter, read_metrics
+from actionopd_jax.training.metrics import FILE_NAME, MetricsWriter, edge_means, edge_steps, read_metrics
 
 
 def _events(workdir):
@@ -106,3 +106,16 @@ def test_read_metrics_damaged_line_is_named(tmp_path, damaged):
     (tmp_path / FILE_NAME).write_bytes(b'{"step":1}\n' + damaged + b'\n{"step":3}\n')
     with pytest.raises(RunStateError, match="line 2 is damaged"):
         read_metrics(tmp_path / FILE_NAME)
+
+
+@pytest.mark.parametrize(("num_steps", "first", "last"), [(1, 0.0, 0.0), (4, 0.0, 3.0), (10, 0.5, 8.5), (16, 1.0, 14.0)])
+def test_edge_means_are_of_a_fifth_of_the_steps(num_steps, first, last):
+    lines = [{"step": step, "rate": float(step)} for step in range(num_steps)]
+    assert edge_means(lines, "rate") == (first, last)
+    assert edge_steps(lines) == max(1, num_steps // 5)
+
+
+def test_edge_means_leave_out_steps_without_the_figure():
+    lines = [{"step": step, "rate": None if step == 0 else float(step)} for step in range(10)]
+    assert edge_means(lines, "rate") == (1.0, 8.5)
+    assert edge_means(lines, "other") == (None, None)
