@@ -160,7 +160,7 @@ def _compare(
         contestants.write_settings(folders["rows"], config, packing="rows", bin_tokens=row_bin, remat="none")
         contestants.write_settings(folders["tunix"], config)
         ours = Path(sys.executable), "actionopd_step.py"
-        entered = {part: (*ours, folders[part]) for part in ("trees", "rows")}
+        entered: dict[str, tuple[Path, str, Path]] = {part: (*ours, folders[part]) for part in ("trees", "rows")}
         if flags.vs:
             entered["tunix"] = (contestants.TUNIX_PYTHON, "tunix_step.py", folders["tunix"])
         equal = list(entered) if len(sampled) == count else ["trees", "rows"]
