@@ -5,6 +5,7 @@ what else the machine does meets all of them alike. CPU seconds are compared, me
 left out. Memory is the peak resident memory of each process.
 """
 
+import argparse
 import dataclasses
 import json
 import os
@@ -30,6 +31,14 @@ TUNIX_PYTHON = Path(os.environ.get("TUNIX_PYTHON", Path(__file__).parents[1] / "
 _LOSS_TOLERANCE = 1e-4  # relative, or absolute for losses near 0
 OPTIMIZER = {"learning_rate": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0}
 SURROGATE = {"clip_eta": 0.2, "dual_clip": 3.0}
+
+
+def at_least_one(text: str) -> int:
+    """A flag's positive whole number."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
 
 
 @dataclasses.dataclass

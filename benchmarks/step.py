@@ -49,7 +49,9 @@ def main() -> None:
     """Reads the flags, runs both shapes, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vs", choices=_OPPONENTS, action="append", default=[], help="may be given several times")
-    parser.add_argument("--repeats", type=int, default=5, help="measured steps of each, after one that compiles")
+    parser.add_argument(
+        "--repeats", type=contestants.at_least_one, default=5, help="measured steps of each, after one that compiles"
+    )
     flags = parser.parse_args()
     if "tunix" in flags.vs and not contestants.TUNIX_PYTHON.is_file():
         sys.exit(f"{contestants.TUNIX_PYTHON} is missing: run make bench-step, or set TUNIX_PYTHON to tunix's interpreter")

@@ -129,7 +129,9 @@ def main() -> None:
     """Reads the flags, runs the workloads, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vs", choices=["tunix"], action="append", default=[])
-    parser.add_argument("--repeats", type=int, default=3, help="measured steps of each, after one that compiles")
+    parser.add_argument(
+        "--repeats", type=contestants.at_least_one, default=3, help="measured steps of each, after one that compiles"
+    )
     parser.add_argument("--workload", choices=["a", "b"], action="append", help="default: all")
     flags = parser.parse_args()
     if flags.vs and not contestants.TUNIX_PYTHON.is_file():

@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
             "sources": [{"environment": "service_desk", "split": "train", "starts_per_step": 24}],
             # A student this small draws from its whole distribution: cut, its candidates would hardly differ.
             "sampler": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "slots": 16},
-            "teacher": {"kind": "scripted", "settings": {"error_rate": 0.03, "invalid_rate": 0.03}},
+            "teacher": {"kind": "scripted", "settings": {"error_rate": 0.03, "invalid_rate": 0.03, "lapse_rate": 0.0}},
             "method": {
                 "name": "actionopd",
                 "num_candidates": 4,

@@ -45,6 +45,7 @@ from actionopd_jax.chat.tokenizer import ChatTokenizer
 from actionopd_jax.chat.train_tokenizer import train_tokenizer
 from actionopd_jax.cli.settings import load
 from actionopd_jax.environments.service_desk import ExpertSettings, ServiceDeskSuite, transcripts
+from actionopd_jax.errors import UserError
 from actionopd_jax.loop.assembly import Parts
 from actionopd_jax.loop.export import export_student
 from actionopd_jax.methods.kd import TeacherTurn, examples
@@ -222,6 +223,16 @@ def main() -> None:
     for command in (begin, pretrain, novice, install):
         command.add_argument("folder", type=Path, help="the student's folder")
     flags = parser.parse_args()
+    if getattr(flags, "steps", 1) < 1:
+        parser.error("--steps must be at least 1")
+    try:
+        run(flags)
+    except UserError as error:
+        sys.exit(f"build_service_desk_student: {error}")
+
+
+def run(flags: argparse.Namespace) -> None:
+    """One of the stages."""
     if flags.command == "start":
         write_start(flags.folder)
     elif flags.command == "pretrain":
