@@ -117,8 +117,7 @@ class Parts:
 class Sources:
     """The training task mixture with the teacher and matcher of each of its environments."""
 
-    def __init__(self, parts: Parts, cache: Cache) -> None:
-        config = parts.config
+    def __init__(self, config: RunConfig, cache: Cache) -> None:
         self.suites = [environments.load(source.environment, source.settings) for source in config.sources]
         self.tasks = [
             _tasks(suite, source, f"sources[{i}]")

@@ -1,6 +1,7 @@
 """Training: freeze, collect, update, publish; again until the last step, across restarts."""
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from actionopd_jax.training.checkpoint import Checkpointer, RunProgress
 from actionopd_jax.training.metrics import FILE_NAME, MetricsWriter, edge_means, read_metrics
 from actionopd_jax.training.state import TrainState, abstract_state
 from actionopd_jax.training.update import Metrics
-from actionopd_jax.training.workdir import Workdir, code_version, open_workdir, what_matters
+from actionopd_jax.training.workdir import CACHE, Workdir, code_version, open_workdir, what_matters
 
 
 def train(config: RunConfig, workdir: Path) -> JsonObject:
@@ -39,12 +40,13 @@ def train(config: RunConfig, workdir: Path) -> JsonObject:
         ServiceError: a service failed for good; the same call continues the run.
     """
     console = Console(stderr=True)
-    with open_workdir(workdir, config) as folders, Cache(folders.path / "cache.sqlite") as cache:
+    with open_workdir(workdir, config) as folders, contextlib.ExitStack() as stack:
         try:
+            cache = stack.enter_context(Cache(folders.path / CACHE))
             run = _Run(config, folders, cache, console)
         except UserError:
-            if folders.is_new:  # nothing was computed: mended settings may use the directory
-                (folders.path / "config.json").unlink()
+            stack.close()
+            folders.discard()  # nothing was computed: mended settings may use the directory
             raise
         return asyncio.run(run.run())
 
@@ -55,8 +57,8 @@ class _Run:
         self._folders = folders
         self._console = console
         self._digest = digest(what_matters(config))
+        self._sources = sources = Sources(config, cache)  # cheap, so its errors come before the student is loaded
         self._parts = parts = Parts(config)
-        self._sources = sources = Sources(parts, cache)
         probes = [*zip(sources.suites, sources.tasks, strict=True), (parts.evaluation_suite, parts.evaluation_tasks)]
         self._sampler = parts.sampler(sorted({prefix for probe in probes for prefix in parts.shared_prefix(*probe)}))
         self._progress = TrainingProgress(console, config.steps)

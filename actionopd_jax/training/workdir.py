@@ -2,6 +2,7 @@
 
     workdir/
         config.json         resolved settings, their digest, the code version; written before anything else
+        cache.sqlite        answers of teachers and judges
         metrics.jsonl       one line per step
         events.*            the same for TensorBoard
         checkpoints/        training state
@@ -30,6 +31,8 @@ from actionopd_jax.records import JsonObject, digest
 
 FREE_ON_RESUME = ("steps", "mesh", "rollout", "checkpoint", "evaluation")
 """Top-level settings that may change when a run continues."""
+
+CACHE = "cache.sqlite"
 
 _MAX_NAMED_KEYS = 3
 _ABSENT = "(absent)"
@@ -76,10 +79,16 @@ def rewrite_lines(path: Path, lines: Iterable[bytes]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Workdir:
-    """A work directory held by this process. `is_new`: it was created for this run just now."""
+    """A work directory held by this process.
+
+    Attributes:
+        is_new: no run was in it before.
+        found: names of what it held then; None: the directory itself was made for this run.
+    """
 
     path: Path
     is_new: bool
+    found: frozenset[str] | None = frozenset()
 
     @property
     def checkpoints(self) -> Path:
@@ -93,6 +102,21 @@ class Workdir:
     def evaluations(self) -> Path:
         return self.path / "evaluations"
 
+    def discard(self) -> None:
+        """Removes what a new run has put here, for one that ends before it computed anything; what was found stays."""
+        if not self.is_new:
+            return
+        found = self.found or frozenset()
+        for entry in self.path.iterdir():
+            if entry.name in found or (entry.name.startswith(CACHE) and CACHE in found):
+                continue  # a cache that was brought along may just have been set aside, under another name
+            if entry.is_dir():
+                entry.rmdir()  # still empty
+            else:
+                entry.unlink()
+        if self.found is None:
+            self.path.rmdir()
+
 
 @contextlib.contextmanager
 def open_workdir(path: Path, config: settings.RunConfig) -> Iterator[Workdir]:
@@ -102,6 +126,7 @@ def open_workdir(path: Path, config: settings.RunConfig) -> Iterator[Workdir]:
         RunStateError: the directory cannot be created, another process uses it, its `config.json` is
             damaged, or it belongs to a run with other settings (the first differing keys are named).
     """
+    found = frozenset(entry.name for entry in path.iterdir()) if path.is_dir() else None
     with lock(path):
         file = path / "config.json"
         is_new = not file.exists()
@@ -110,7 +135,7 @@ def open_workdir(path: Path, config: settings.RunConfig) -> Iterator[Workdir]:
         write_atomic(file, msgspec.json.format(msgspec.json.encode(_description(config)), indent=2) + b"\n")
         for folder in ("checkpoints", "rollouts", "evaluations"):
             (path / folder).mkdir(exist_ok=True)
-        yield Workdir(path, is_new)
+        yield Workdir(path, is_new, found)
 
 
 @contextlib.contextmanager

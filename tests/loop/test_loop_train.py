@@ -223,7 +223,13 @@ def test_train_with_settings_that_cannot_be_built_leaves_the_directory_free(stud
     source = {"environment": "service_desk", "split": "trian", "starts_per_step": 3}
     with pytest.raises(ConfigError, match=r"sources\[0\]\.split 'trian' is no split of service_desk.*train, heldout"):
         loop.train(config(student, sources=[source]), tmp_path)
-    assert not (tmp_path / "config.json").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_with_impossible_teacher_settings_leaves_no_directory(student, tmp_path):
+    with pytest.raises(ConfigError, match=r"lapse_rate"):
+        loop.train(config(student, teacher={"settings": {"lapse_rate": 2.0}}), tmp_path / "a")
+    assert not list(tmp_path.iterdir())
 
 
 def test_train_with_more_tasks_than_there_are_is_refused(student, tmp_path):

@@ -43,7 +43,7 @@ GROUPS, CANDIDATES = 6, 4
 
 
 def examples():
-    """Groups of candidates that share a prompt, of very different lengths."""
+    """Two trajectories of three groups; candidates of a group share a prompt, and lengths differ much."""
     rng = np.random.default_rng(0)
     made = []
     for group in range(GROUPS):
@@ -51,7 +51,7 @@ def examples():
         for _ in range(CANDIDATES):
             response = rng.integers(0, VOCAB, rng.integers(1, 50))
             ids = (np.asarray(part, np.int32) for part in (prompt, response))
-            made.append(Example(*ids, rng.normal(size=len(response)).astype(np.float32), f"g{group}", f"t{group // 2}"))
+            made.append(Example(*ids, rng.normal(size=len(response)).astype(np.float32), f"g{group}", f"t{group // 3}"))
     return made
 
 

@@ -53,6 +53,25 @@ def test_open_workdir_same_settings_continues(tmp_path, config):
         assert not workdir.is_new
 
 
+def test_workdir_discard_keeps_what_was_found_and_a_cache_set_aside(tmp_path, config):
+    (tmp_path / "cache.sqlite").write_bytes(b"paid for")
+    (tmp_path / "notes.txt").write_text("mine")
+    with open_workdir(tmp_path, config) as workdir:
+        (tmp_path / "cache.sqlite").rename(tmp_path / "cache.sqlite.damaged-1")
+        (tmp_path / "cache.sqlite").write_bytes(b"")
+        workdir.discard()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["cache.sqlite", "cache.sqlite.damaged-1", "notes.txt"]
+
+
+def test_workdir_discard_of_a_continued_run_changes_nothing(tmp_path, config):
+    with open_workdir(tmp_path, config):
+        pass
+    before = sorted(tmp_path.iterdir())
+    with open_workdir(tmp_path, config) as workdir:
+        workdir.discard()
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize(
     "change",
     [
