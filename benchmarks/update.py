@@ -2,6 +2,7 @@
 
     make bench-update                                   # installs tunix 0.1.7 into an environment of its own
     python benchmarks/update.py --vs tunix
+    python benchmarks/update.py --workload c            # needs TAU2_PYTHON and ACTIONOPD_QWEN3_TOKENIZER, see the Makefile
 
 Workloads:
 
@@ -9,11 +10,14 @@ Workloads:
     b   conversations like Tau-bench's: two trajectories of 20 decisions, 4 candidates each; 2,000 tokens of system
         prompt and tools, observations of 150, responses of 120, of which the template drops the reasoning (80) of
         earlier user turns; four user turns; 4 layers of width 256
+    c   two gold replays of Tau-bench retail, rendered by Qwen3's own template and tokenizer at their full lengths, with
+        4 candidates a decision; 2 layers of width 256, the vocabulary is the token ids that occur
 
 tunix takes the same rows padded to a rectangle; in b it gets a random sample of them, whose CPU seconds are scaled to
-all rows. Prints a table each and ends with one JSON line: per workload `token_ratio` (row tokens by tree tokens, cuts
-included), `time_ratio_rows`, `time_ratio_tunix` (their CPU seconds by those of the trees, medians), `memory_ratio_rows`
-and `attention_share` (key blocks that the attention visits, by those that hold a visible key: 1 is perfect).
+all rows; in c it has no part. Prints a table each and ends with one JSON line: per workload `token_ratio` (row tokens by
+tree tokens, cuts included), `time_ratio_rows`, `time_ratio_tunix` (their CPU seconds by those of the trees, medians),
+`memory_ratio_rows` and `attention_share` (key blocks that the attention visits, by those that hold a visible key: 1 is
+perfect).
 """
 
 import argparse
@@ -21,10 +25,12 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import contestants
 import numpy as np
+import trajectories
 from rich.console import Console
 from workers.protocol import Rows
 
@@ -35,13 +41,11 @@ from actionopd_jax.models.decoder_config import DecoderConfig
 from actionopd_jax.records import Example
 
 _ROWS_OF_TUNIX = 8  # of workload b
-_SYSTEM, _OBSERVATION, _RESPONSE, _REASONING = 2000, 150, 120, 80
-_DECISIONS, _CANDIDATES, _USER_TURNS = 20, 4, 4
 
 
-def _config(layers: int, width: int, heads: int) -> DecoderConfig:
+def _config(layers: int, width: int, heads: int, vocabulary: int = 8192) -> DecoderConfig:
     return DecoderConfig(
-        vocab_size=8192,
+        vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=3 * width,
         num_hidden_layers=layers,
@@ -52,40 +56,6 @@ def _config(layers: int, width: int, heads: int) -> DecoderConfig:
         rope_theta=1e6,
         tie_word_embeddings=True,
         max_position_embeddings=16_384,
-    )
-
-
-def conversations(rng: np.random.Generator, trajectories: int, vocabulary: int) -> Rows:
-    """Rows of whole trajectories; the first candidate of each decision is the one that was executed."""
-    prompts: list[np.ndarray] = []
-    responses: list[np.ndarray] = []
-    names: list[tuple[int, int]] = []
-
-    def draw(length: int) -> np.ndarray:
-        return rng.integers(2, vocabulary, length)
-
-    system = draw(_SYSTEM)
-    for trajectory in range(trajectories):
-        settled = np.concatenate([system, draw(_OBSERVATION)])  # turns of which nothing will be dropped any more
-        current: list[np.ndarray] = []  # turns since the last user message, reasoning included
-        for decision in range(_DECISIONS):
-            prompt = np.concatenate([settled, *current])
-            candidates = [draw(_RESPONSE) for _ in range(_CANDIDATES)]
-            prompts += [prompt] * _CANDIDATES
-            responses += candidates
-            names += [(trajectory, trajectory * _DECISIONS + decision)] * _CANDIDATES
-            current += [candidates[0], draw(_OBSERVATION)]
-            if (decision + 1) % (_DECISIONS // _USER_TURNS) == 0:  # the last observation is the user's
-                spoken = [turn[_REASONING:] if len(turn) == _RESPONSE else turn for turn in current]
-                settled, current = np.concatenate([settled, *spoken]), []
-    count = len(prompts)
-    return Rows(
-        prompts=prompts,
-        responses=responses,
-        advantages=rng.standard_normal(count).astype(np.float32),
-        old_logprobs=[(-np.log(vocabulary) + 0.05 * rng.standard_normal(_RESPONSE)).astype(np.float32)] * count,
-        groups=np.array([group for _, group in names]),
-        trajectories=np.array([trajectory for trajectory, _ in names]),
     )
 
 
@@ -132,18 +102,27 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=contestants.at_least_one, default=3, help="measured steps of each, after one that compiles"
     )
-    parser.add_argument("--workload", choices=["a", "b"], action="append", help="default: all")
+    parser.add_argument("--workload", choices=["a", "b", "c"], action="append", help="default: all")
     flags = parser.parse_args()
     if flags.vs and not contestants.TUNIX_PYTHON.is_file():
         sys.exit(f"{contestants.TUNIX_PYTHON} is missing: run make bench-update, or set TUNIX_PYTHON to tunix's interpreter")
     rng = np.random.default_rng(0)
-    workloads = {
-        "a": (_config(8, 512, 8), contestants.random_rows(rng, 4, 4, 512, 32, 8192), 3072, 2176),
-        "b": (_config(4, 256, 4), conversations(rng, 2, 8192), 16_384, 16_384),
+    workloads: dict[str, Callable[[], tuple[DecoderConfig, Rows, int, int]]] = {
+        "a": lambda: (_config(8, 512, 8), contestants.random_rows(rng, 4, 4, 512, 32, 8192), 3072, 2176),
+        "b": lambda: (_config(4, 256, 4), trajectories.synthetic(rng, 2, 8192), 17_408, 17_408),
+        "c": lambda: _retail(rng),
     }
     load = os.getloadavg()[0]
-    result = {name: _compare(name, *workloads[name], flags) for name in flags.workload or workloads}
+    result: dict[str, dict[str, float]] = {}
+    for name in flags.workload or workloads:
+        config, rows, tree_bin, row_bin = workloads[name]()
+        result[name] = _compare(name, config, rows, tree_bin, row_bin, flags)
     print(json.dumps({**result, "machine_load": round(load, 2)}))
+
+
+def _retail(rng: np.random.Generator) -> tuple[DecoderConfig, Rows, int, int]:
+    rows, vocabulary = trajectories.retail(rng, 2)
+    return _config(2, 256, 4, vocabulary), rows, 23_552, 23_552
 
 
 def _compare(
@@ -163,7 +142,7 @@ def _compare(
         contestants.write_settings(folders["tunix"], config)
         ours = Path(sys.executable), "actionopd_step.py"
         entered: dict[str, tuple[Path, str, Path]] = {part: (*ours, folders[part]) for part in ("trees", "rows")}
-        if flags.vs:
+        if flags.vs and name != "c":
             entered["tunix"] = (contestants.TUNIX_PYTHON, "tunix_step.py", folders["tunix"])
         equal = list(entered) if len(sampled) == count else ["trees", "rows"]
         measured = contestants.compete(entered, flags.repeats, f"workload {name}", equal)

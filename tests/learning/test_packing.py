@@ -6,7 +6,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from forests import MAX_ROWS, forests, make_example
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,28 +16,6 @@ from actionopd_jax.errors import PackingError
 from actionopd_jax.learning.packing import pack
 from actionopd_jax.learning.prefix_tree import common_prefix, lay_out, sort_rows
 from actionopd_jax.learning.surrogate import dual_clipped_surrogate
-from actionopd_jax.records import Example
-
-
-def _example(prompt, response, weights=None, group="g", trajectory="t"):
-    weights = np.ones(len(response)) if weights is None else weights
-    return Example(
-        np.array(prompt, np.int32), np.array(response, np.int32), np.array(weights, np.float32), group, trajectory
-    )
-
-
-@st.composite
-def _forests(draw):
-    """Rows grown from one another: branches, duplicates, prefixes of others, prompts of one token."""
-    alphabet = draw(st.integers(1, 3))
-    ids = st.lists(st.integers(0, alphabet), min_size=1, max_size=40)
-    rows = [draw(st.lists(st.integers(0, alphabet), min_size=2, max_size=60))]
-    for _ in range(draw(st.integers(0, 12))):
-        parent = draw(st.sampled_from(rows))
-        keep = draw(st.integers(1, len(parent)))
-        rows.append((parent[:keep] + draw(st.just([]) | ids))[:100] if keep > 1 else parent[:1] + draw(ids))
-    rows = draw(st.permutations(rows))
-    return [_example(row[:cut], row[cut:]) for row in rows for cut in [draw(st.integers(1, len(row) - 1))]]
 
 
 def _row(example):
@@ -70,7 +50,7 @@ def _trie_size(examples):
 
 
 @settings(max_examples=150, deadline=None)
-@given(_forests(), st.sampled_from([128, 256, 1024]), st.sampled_from(["tree", "rows"]), st.integers(1, 3))
+@given(forests(), st.sampled_from([128, 256, 1024]), st.sampled_from(["tree", "rows"]), st.integers(1, 3))
 def test_pack_gives_every_term_its_row(examples, bin_tokens, mode, multiple):
     examples = [dataclasses.replace(e, weights=np.arange(1, len(e.weights) + 1, dtype=np.float32)) for e in examples]
     bins = pack(examples, bin_tokens, mode=mode, bins_multiple=multiple)
@@ -86,7 +66,7 @@ def test_pack_gives_every_term_its_row(examples, bin_tokens, mode, multiple):
 
 
 @settings(max_examples=50, deadline=None)
-@given(_forests())
+@given(forests())
 def test_pack_uncut_tree_holds_each_distinct_prefix_once(examples):
     bins = pack(examples, 2048, bucketed=False)
     if _trie_size(examples) <= 2048:
@@ -95,7 +75,7 @@ def test_pack_uncut_tree_holds_each_distinct_prefix_once(examples):
 
 
 @settings(max_examples=50, deadline=None)
-@given(_forests(), st.randoms(use_true_random=False))
+@given(forests(), st.randoms(use_true_random=False))
 def test_pack_is_independent_of_row_order(examples, random):
     order = list(range(len(examples)))
     random.shuffle(order)
@@ -133,7 +113,7 @@ def test_pack_cuts_where_few_tokens_repeat():
     examples = []
     for t in range(2):
         prompt = np.concatenate([shared, [2000 + t], rng.integers(0, 1000, 95)])
-        examples += [_example(prompt, rng.integers(0, 1000, 10), group=f"{t}") for _ in range(8)]
+        examples += [make_example(prompt, rng.integers(0, 1000, 10), group=f"{t}") for _ in range(8)]
     bins = pack(examples, 256)
     assert bins.stats.packed_tokens == 2 * (100 + 80)
     assert bins.stats.repeated_tokens == 4
@@ -141,28 +121,32 @@ def test_pack_cuts_where_few_tokens_repeat():
 
 
 def test_pack_small_batch_uses_a_small_bin():
-    examples = [_example([1, 2, 3], [4, 5])]
+    examples = [make_example([1, 2, 3], [4, 5])]
     assert pack(examples, 4096).tokens.shape == (1, 256)
     assert pack(examples, 4096, bucketed=False).tokens.shape == (1, 4096)
 
 
 def test_pack_refuses_a_row_longer_than_a_bin():
-    fits = _example([1] * 100, [2] * 28)
+    fits = make_example([1] * 100, [2] * 28)
     assert pack([fits], 128).num_bins == 1
     with pytest.raises(PackingError, match=r"129 tokens.*group g7, trajectory t9"):
-        pack([fits, _example([1] * 100, [2] * 29, group="g7", trajectory="t9")], 128)
+        pack([fits, make_example([1] * 100, [2] * 29, group="g7", trajectory="t9")], 128)
     with pytest.raises(ValueError, match="no examples"):
         pack([], 128)
 
 
 def test_gather_arranges_values_like_the_terms():
-    examples = [_example([1, 2], [3, 4, 5]), _example([1], [2, 3]), _example([1, 2], [3, 4, 5])]
+    examples = [make_example([1, 2], [3, 4, 5]), make_example([1], [2, 3]), make_example([1, 2], [3, 4, 5])]
     bins = pack(examples, 128)
     arranged = bins.gather([np.array([0.0, 1, 2]), np.array([10.0, 11]), np.array([20.0, 21, 22])])
     np.testing.assert_array_equal(arranged, np.where(bins.active, bins.row * 10 + bins.offset, 0))
 
 
 # -- a small attention model in double precision: the same loss and gradients in every layout ----------
+
+
+_ROWS = 16
+assert _ROWS >= MAX_ROWS
 
 
 def _rotated(x, angle):
@@ -217,7 +201,7 @@ def _rows_loss(params, rows, inside, weight, old):
 
 
 def _dense_rows(examples, old):
-    rows = np.zeros((len(examples), 128), np.int32)
+    rows = np.zeros((_ROWS, 128), np.int32)
     inside, weight, old_rows = np.zeros(rows.shape, bool), np.zeros(rows.shape), np.zeros(rows.shape)
     for i, example in enumerate(examples):
         row = _row(example)
@@ -231,25 +215,44 @@ def _grown_examples(rng):
     for decision in range(4):
         responses = [rng.integers(0, 9, n) for n in (1, 25, 7)]
         responses.append(responses[2])
-        examples += [_example(prompt, y, rng.normal(size=len(y)), f"g{decision}") for y in responses]
+        examples += [make_example(prompt, y, rng.normal(size=len(y)), f"g{decision}") for y in responses]
         prompt = np.concatenate([prompt, responses[1], rng.integers(0, 9, 2)])
     return examples
 
 
-def test_pack_loss_and_gradients_equal_row_by_row_in_double_precision():
-    rng = np.random.default_rng(3)
-    examples = _grown_examples(rng)
+def _expect_equal_in_double_precision(examples, mode, bin_tokens):
+    """Loss, gradients and one AdamW step against row by row; one shape whatever the examples are."""
+    rng = np.random.default_rng(len(examples))
+    examples = [dataclasses.replace(e, weights=rng.normal(size=len(e.weights)).astype(np.float32)) for e in examples]
     old = [-2.2 + 0.3 * rng.normal(size=len(e.weights)) for e in examples]
     starts = np.concatenate([[0], np.cumsum([len(row) for row in old])])
+    bins = pack(examples, bin_tokens, mode=mode, bins_multiple=_ROWS * 128 // bin_tokens, bucketed=False)
+    arrays = {name: getattr(bins, name) for name in ("tokens", "positions", "end", "source", "target", "active")}
+    old_bins = np.concatenate(old)[np.where(bins.active, starts[bins.row] + bins.offset, 0)]
     with jax.enable_x64(True):
         params = _double_params(9)
         expected = _rows_loss(params, *_dense_rows(examples, old))
-        assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected[1])) > 1e-2
-        for mode, bin_tokens in (("tree", 512), ("tree", 128), ("rows", 256)):
-            bins = pack(examples, bin_tokens, mode=mode)
-            arrays = {name: getattr(bins, name) for name in ("tokens", "positions", "end", "source", "target", "active")}
-            old_bins = np.concatenate(old)[np.where(bins.active, starts[bins.row] + bins.offset, 0)]
-            result = _bins_loss(params, arrays, bins.weight.astype(np.float64), old_bins)
-            for got, wanted in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-                assert got.dtype == jnp.float64
-                np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-9)
+        result = _bins_loss(params, arrays, bins.weight.astype(np.float64), old_bins)
+        steps = [_adamw_step(params, grads) for _, grads in (result, expected)]
+        for got, wanted in zip(jax.tree.leaves((result, steps[0])), jax.tree.leaves((expected, steps[1])), strict=True):
+            assert got.dtype == jnp.float64
+            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-9)
+    return max(float(np.abs(g).max()) for g in jax.tree.leaves(expected[1]))
+
+
+def _adamw_step(params, grads):
+    optimizer = optax.adamw(1e-2, eps=1e-6, weight_decay=0.1)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    return optax.apply_updates(params, updates)
+
+
+@settings(max_examples=60, deadline=None)
+@given(forests(), st.sampled_from([("tree", 512), ("tree", 128), ("rows", 256)]))
+def test_pack_random_forests_equal_row_by_row_in_double_precision(examples, layout):
+    _expect_equal_in_double_precision(examples, *layout)
+
+
+def test_pack_trajectory_equals_row_by_row_in_double_precision():
+    examples = _grown_examples(np.random.default_rng(3))
+    for layout in (("tree", 512), ("tree", 128), ("rows", 256)):
+        assert _expect_equal_in_double_precision(examples, *layout) > 1e-2
