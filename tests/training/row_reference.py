@@ -87,7 +87,7 @@ def padded(examples):
 
 
 @jax.jit
-def _dense_logprobs(params, ids):
+def dense_logprobs(params, ids):
     """Log-probability of each token of each row (0 for the first), from a plain causal pass."""
     model = nnx.merge(split_model()[0], params)
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
@@ -98,14 +98,14 @@ def _dense_logprobs(params, ids):
 
 def row_logprobs(params, examples):
     ids, inside, _ = padded(examples)
-    values = np.asarray(_dense_logprobs(params, ids))
+    values = np.asarray(dense_logprobs(params, ids))
     return [row[mask] for row, mask, _ in zip(values, inside, examples, strict=False)]
 
 
 @jax.jit
 def dense_loss(params, ids, inside, weights, old):
     """Written from the formulas."""
-    ratio = jnp.exp(jnp.where(inside, _dense_logprobs(params, ids) - old, 0))
+    ratio = jnp.exp(jnp.where(inside, dense_logprobs(params, ids) - old, 0))
     h = jnp.minimum(ratio * weights, jnp.clip(ratio, 0.8, 1.2) * weights)
     h = jnp.where(weights < 0, jnp.maximum(h, 3.0 * weights), h)
     return -h.sum() / inside.sum()
@@ -113,7 +113,7 @@ def dense_loss(params, ids, inside, weights, old):
 
 def reference_loss(params, examples, old_params):
     arrays = padded(examples)
-    return dense_loss(params, *arrays, _dense_logprobs(old_params, arrays[0]))
+    return dense_loss(params, *arrays, dense_logprobs(old_params, arrays[0]))
 
 
 def reference_gradient(examples):

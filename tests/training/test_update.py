@@ -10,6 +10,7 @@ import pytest
 from row_reference import (
     CONFIG,
     assert_close,
+    dense_logprobs,
     first_adamw_step,
     fresh_params,
     gradient_of,
@@ -140,7 +141,7 @@ def test_update_likelihood_has_the_gradient_of_the_weighted_nll():
     ids, inside, weights = padded(examples)
 
     def nll(params):
-        return -(jnp.where(inside, _dense_logprobs(params, ids), 0) * weights).sum() / inside.sum()
+        return -(jnp.where(inside, dense_logprobs(params, ids), 0) * weights).sum() / inside.sum()
 
     loss, gradient = jax.value_and_grad(nll)(fresh_params())
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-4)
